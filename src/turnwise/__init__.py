@@ -1,0 +1,38 @@
+"""turnwise turns episodes into better agents, and can prove every token of it.
+
+Public names are loaded when first used, so that `import turnwise` stays light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Each public name and the module it lives in.
+_HOMES = {
+    "turnwise.config": (
+        "Config", "get_debug_config", "get_full_scale_config", "get_small_scale_config",
+    ),
+    "turnwise.environment": ("Environment",),
+    "turnwise.errors": ("TurnwiseError",),
+    "turnwise.policy": ("Policy", "Request"),
+    "turnwise.types": (
+        "Action", "Completion", "Episode", "Group", "Image", "Message", "Observation", "SamplingParams", "Task",
+        "TokenStream", "Transition", "Turn",
+    ),
+}  # fmt: skip
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:  # the public names have many types
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'turnwise' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

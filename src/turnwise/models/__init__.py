@@ -1,0 +1,1 @@
+"""Models: loading, adapters, and the tiny ones that ship with turnwise."""

@@ -1,0 +1,1 @@
+"""Policies: scripted, local (transformers in this process) and endpoint (a server)."""

@@ -1,0 +1,1 @@
+"""Keeps a run on disk: config, episodes, tensors, images, metrics and checkpoints."""
