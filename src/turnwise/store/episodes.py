@@ -24,8 +24,22 @@ import safetensors.numpy
 from turnwise.errors import StoreError
 from turnwise.store.log import read_records, sync_folder, write_atomically
 from turnwise.types import (
-    Action, Episode, Failure, FinishReason, Image, Json, KeptSets, MaskingMethod, Message, Observation, Role,
-    SamplingParams, StopReason, Task, TokenStream, Turn,
+    Action,
+    Episode,
+    Failure,
+    FinishReason,
+    Image,
+    Json,
+    KeptSets,
+    MaskingMethod,
+    Message,
+    Observation,
+    Role,
+    SamplingParams,
+    StopReason,
+    Task,
+    TokenStream,
+    Turn,
 )  # fmt: skip
 
 EPISODES = "episodes.jsonl"
