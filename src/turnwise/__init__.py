@@ -17,7 +17,10 @@ _HOMES = {
     ),
     "turnwise.environment": ("Environment",),
     "turnwise.errors": ("TurnwiseError",),
+    "turnwise.masking": ("ActionTokenMasker", "ActionTracker", "TokenBytes"),
     "turnwise.policy": ("Policy", "Request"),
+    "turnwise.renderer": ("Renderer",),
+    "turnwise.streams": ("Conversation",),
     "turnwise.types": (
         "Action", "Completion", "Episode", "Group", "Image", "Message", "Observation", "SamplingParams", "Task",
         "TokenStream", "Transition", "Turn",
