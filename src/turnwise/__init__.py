@@ -21,6 +21,10 @@ _HOMES = {
     "turnwise.policy": ("Policy", "Request"),
     "turnwise.renderer": ("Renderer",),
     "turnwise.streams": ("Conversation",),
+    "turnwise.rewards.interface": ("EvaluateResult", "MetricResult", "StepOutput", "reward_function"),
+    "turnwise.rewards.score": ("Rewards", "build_rewards", "score_groups"),
+    "turnwise.rewards.align": ("align_rewards",),
+    "turnwise.rewards.steps": ("StepData",),
     "turnwise.types": (
         "Action", "Completion", "Episode", "Group", "Image", "Message", "Observation", "SamplingParams", "Task",
         "TokenStream", "Transition", "Turn",
