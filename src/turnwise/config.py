@@ -267,6 +267,8 @@ class StorageConfig(_Section):
     """Older ones are removed; the best one stays."""
     save_format: Literal["jsonl", "full", "both"] = "jsonl"
     """full and both also write `.pt` files, one per turn."""
+    keep_weights_mb: int = Field(64, ge=0)
+    """Keep every policy version's weights up to this size, so that `turnwise verify` can score every token again."""
     durability: Literal["batch", "episode", "none"] = "batch"
     """When a write is on disk for sure: once per batch, per episode, or when the system likes."""
 
