@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -32,6 +33,16 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def success(self) -> float | None:
         return self.metrics.get("success")
+
+    def figures(self) -> dict[str, Any]:
+        """Everything but the episodes, as plain data."""
+        return {
+            "num_episodes": self.num_episodes,
+            "num_failed": self.num_failed,
+            "reward": self.reward,
+            "metrics": dict(self.metrics),
+            "intervals": {name: list(bounds) for name, bounds in self.intervals.items()},
+        }
 
 
 async def evaluate(
@@ -69,7 +80,8 @@ def summarize(groups: Sequence[Group], scores: Mapping[str, Score]) -> Evaluatio
     known = [value for value in values if value is not None]
     names = sorted({name for episode in finished for name in episode.metrics})
     metrics = {
-        name: _mean([episode.metrics[name] for episode in finished if name in episode.metrics]) for name in names
+        name: _mean([episode.metrics[name] for episode in finished if name in episode.metrics])
+        for name in names
     }
     metrics["num_turns"] = _mean([float(episode.num_turns) for episode in finished])
     return Evaluation(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 
 
 class Run:
@@ -94,6 +95,10 @@ class Run:
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._log(METRICS).append({"step": step, "time": time.time(), **metrics})
+
+    def record_evaluation(self, num_updates: int, evaluation: Mapping[str, Any]) -> None:
+        """Figures on held-out tasks after `num_updates` updates."""
+        self._log(EVALUATIONS).append({"step": num_updates, "time": time.time(), **evaluation})
 
     def save_weights(self, version: int, weights: Mapping[str, torch.Tensor], fingerprint: str) -> None:
         """Keep the weights of one policy version for `turnwise verify`, when they are small enough."""
