@@ -58,8 +58,8 @@ def train(
     from turnwise import trainer
     from turnwise.cli.progress import TrainingProgress
     from turnwise.config import Config
-    from turnwise.tracking import start_logging
     from turnwise.store.run import Run
+    from turnwise.tracking import start_logging
 
     if (config is None) == (resume is None):
         raise ConfigError("give either --config FILE to start a run or --resume RUN to continue one")
