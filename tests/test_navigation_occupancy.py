@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -48,7 +49,7 @@ def test_the_path_is_pulled_tight_around_the_corner() -> None:
     path = field.path(1.5, 1.5)
     assert path[0].tolist() == [1.5, 1.5]
     assert path[-1].tolist() == [1.5, 5.5]
-    assert all(grid.sees(tuple(a), tuple(b)) for a, b in zip(path[:-1], path[1:], strict=True))
+    assert all(grid.sees(tuple(a), tuple(b)) for a, b in itertools.pairwise(path))
     assert field.path_length(1.5, 1.5) <= field.at(1.5, 1.5) + 1e-6
 
 
