@@ -84,6 +84,14 @@ class Run:
         for episode_id, turns in advantages.turns.items():
             log.append({"episode_id": episode_id, "turns": [msgspec.to_builtins(turn) for turn in turns]})
 
+    def record_step(
+        self, step: int, scores: Iterable[Score], advantages: Advantages, metrics: Mapping[str, float]
+    ) -> None:
+        """Store what was thought of a step's episodes and what became of it."""
+        self.record_scores(scores)
+        self.record_advantages(advantages)
+        self.record_metrics(step, metrics)
+
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._log(METRICS).append({"step": step, "time": time.time(), **metrics})
 
