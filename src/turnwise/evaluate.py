@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+<<<<<<< HEAD
 from typing import Any
+=======
+>>>>>>> navigation
 
 import msgspec
 
@@ -34,6 +37,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     def success(self) -> float | None:
         return self.metrics.get("success")
 
+<<<<<<< HEAD
     def figures(self) -> dict[str, Any]:
         """Everything but the episodes, as plain data."""
         return {
@@ -44,6 +48,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
             "intervals": {name: list(bounds) for name, bounds in self.intervals.items()},
         }
 
+=======
+>>>>>>> navigation
 
 async def evaluate(
     rollouts: Rollouts,
@@ -80,8 +86,12 @@ def summarize(groups: Sequence[Group], scores: Mapping[str, Score]) -> Evaluatio
     known = [value for value in values if value is not None]
     names = sorted({name for episode in finished for name in episode.metrics})
     metrics = {
+<<<<<<< HEAD
         name: _mean([episode.metrics[name] for episode in finished if name in episode.metrics])
         for name in names
+=======
+        name: _mean([episode.metrics[name] for episode in finished if name in episode.metrics]) for name in names
+>>>>>>> navigation
     }
     metrics["num_turns"] = _mean([float(episode.num_turns) for episode in finished])
     return Evaluation(
