@@ -17,6 +17,9 @@ _HOMES = {
     ),
     "turnwise.environment": ("Environment",),
     "turnwise.errors": ("TurnwiseError",),
+    "turnwise.learner": ("Learner", "LearnerState", "Update"),
+    "turnwise.objective": ("describe_objective",),
+    "turnwise.samples": ("Sample", "Samples", "build_samples"),
     "turnwise.policy": ("Policy", "Request"),
     "turnwise.types": (
         "Action", "Completion", "Episode", "Group", "Image", "Message", "Observation", "SamplingParams", "Task",
