@@ -69,7 +69,8 @@ def summarize(groups: Sequence[Group], scores: Mapping[str, Score]) -> Evaluatio
     known = [value for value in values if value is not None]
     names = sorted({name for episode in finished for name in episode.metrics})
     metrics = {
-        name: _mean([episode.metrics[name] for episode in finished if name in episode.metrics]) for name in names
+        name: _mean([episode.metrics[name] for episode in finished if name in episode.metrics])
+        for name in names
     }
     metrics["num_turns"] = _mean([float(episode.num_turns) for episode in finished])
     return Evaluation(

@@ -60,7 +60,10 @@ async def train(run: Run, stages: Stages, watch: Watch, *, first_step: int = 0) 
         for step in range(first_step, config.training.num_steps):
             with clock.time("rollout"):
                 groups = await collect_groups(
-                    stages.tasks.batch(step), stages.rollouts, label=f"s{step:06d}", on_episode=watch.on_episode
+                    stages.tasks.batch(step),
+                    stages.rollouts,
+                    label=f"s{step:06d}",
+                    on_episode=watch.on_episode,
                 )
             run.record_groups(f"step-{step:06d}", groups)
             with clock.time("score"):
@@ -71,7 +74,12 @@ async def train(run: Run, stages: Stages, watch: Watch, *, first_step: int = 0) 
                 update = stages.learner.update(build_samples(groups, advantages, config.training))
             with clock.time("deliver"):
                 await deliver_weights(run, stages, version=step + 1)
-            metrics = {**summarize_step(groups, scores), **advantages.metrics, **update.metrics, **clock.lap()}
+            metrics = {
+                **summarize_step(groups, scores),
+                **advantages.metrics,
+                **update.metrics,
+                **clock.lap(),
+            }
             run.record_step(step, scores.values(), advantages, metrics)
             watch.on_step(step, metrics)
             is_last = is_interrupted() or step + 1 == config.training.num_steps
@@ -98,7 +106,9 @@ def build_stages(config: Config) -> Stages:
         min_action_tokens=config.rollout.min_action_tokens,
         max_action_tokens=config.rollout.max_action_tokens,
     )
-    renderer = Renderer(model.tokenizer, image_processor=model.image_processor, history=config.rollout.history)
+    renderer = Renderer(
+        model.tokenizer, image_processor=model.image_processor, history=config.rollout.history
+    )
     return Stages(
         environment=environment,
         tasks=TaskStream(
@@ -133,7 +143,12 @@ async def evaluate_now(run: Run, stages: Stages, label: str, watch: Watch | None
     """Success and reward of the current weights on held-out tasks."""
     on_episode = None if watch is None else watch.on_episode
     return await evaluate(
-        stages.rollouts, stages.environment.tasks, stages.rewards, run.config.evaluation, label=label, on_episode=on_episode
+        stages.rollouts,
+        stages.environment.tasks,
+        stages.rewards,
+        run.config.evaluation,
+        label=label,
+        on_episode=on_episode,
     )
 
 
@@ -166,7 +181,9 @@ def summarize_step(groups: Sequence[Group], scores: Mapping[str, Score]) -> dict
         "episodes/turns": turns / max(1, len(episodes)),
         "tokens/sampled": float(sampled),
         "tokens/action_share": action / max(1, sampled),
-        "actions/invalid_share": sum(not turn.is_action_valid for episode in episodes for turn in episode.turns)
+        "actions/invalid_share": sum(
+            not turn.is_action_valid for episode in episodes for turn in episode.turns
+        )
         / max(1, turns),
     }
     if known:

@@ -82,8 +82,12 @@ def train(
 
 
 def evaluate(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder; its newest checkpoint is evaluated.")],
-    num_tasks: Annotated[int | None, typer.Option(help="Held-out tasks; the run's own number by default.")] = None,
+    run_folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder; its newest checkpoint is evaluated.")
+    ],
+    num_tasks: Annotated[
+        int | None, typer.Option(help="Held-out tasks; the run's own number by default.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 acts greedily.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -92,7 +96,9 @@ def evaluate(
     from turnwise.program import evaluate_run, run_async
 
     with EpisodeProgress("evaluating", num_tasks or 0) as watch:
-        result = run_async(evaluate_run(run_folder, num_tasks=num_tasks, temperature=temperature, watch=watch))
+        result = run_async(
+            evaluate_run(run_folder, num_tasks=num_tasks, temperature=temperature, watch=watch)
+        )
     if as_json:
         print_json(result)
         return
