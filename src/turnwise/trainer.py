@@ -20,7 +20,7 @@ from turnwise.environments import build_environment
 from turnwise.errors import StoreError, TrainingError
 from turnwise.evaluate import Evaluation, evaluate
 from turnwise.fingerprint import fingerprint
-from turnwise.learner import Learner, LearnerState
+from turnwise.learner import Learner
 from turnwise.masking import ActionTokenMasker, TokenBytes
 from turnwise.models.loading import load_model
 from turnwise.policies.local import LocalPolicy
@@ -109,7 +109,7 @@ async def validate_and_save(
         score = evaluation.reward
     if is_last or num_updates % config.storage.checkpoint_every == 0:
         state = stages.learner.state()
-        run.save_checkpoint(num_updates, state.tensors, {"learner": state.facts}, score=score)
+        run.save_checkpoint(num_updates, state.tensors, {"learner": state.values}, score=score)
 
 
 def build_stages(config: Config) -> Stages:
@@ -179,7 +179,7 @@ async def evaluate_now(run: Run, stages: Stages, label: str, watch: Watch | None
 def restore(run: Run, stages: Stages) -> int:
     """Load the newest checkpoint into the learner and return the step to go on from."""
     tensors, state = run.rewind_to_checkpoint()
-    stages.learner.load_state(LearnerState(tensors=tensors, facts=state["learner"]))
+    stages.learner.load_state(tensors, state["learner"])
     step: int = state["step"]
     return step
 
@@ -191,7 +191,7 @@ async def evaluate_run(folder: Path, config: Config, watch: Watch) -> Evaluation
         raise StoreError(f"{folder} has no checkpoint to evaluate")
     stages = build_stages(config)
     tensors, state = load_checkpoint(checkpoints[-1][1])
-    stages.learner.load_state(LearnerState(tensors=tensors, facts=state["learner"]))
+    stages.learner.load_state(tensors, state["learner"])
     await stages.rollouts.agent.policy.load_weights(stages.learner.weights(), state["step"])
     return await evaluate(
         stages.rollouts,
