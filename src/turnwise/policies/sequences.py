@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from turnwise.environment import action_keys
+from turnwise.masking import ActionTracker, TokenBytes
 from turnwise.policies.prefixes import Tokens
 from turnwise.policies.slots import Slot
-from turnwise.policies.tracking import ActionTracker, TokenBytes
 from turnwise.policy import Request, TokenEvent
 from turnwise.sampling import uniforms
 from turnwise.types import Completion, FinishReason, IntArray, KeptSets
