@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from tests.engine_models import make_llama, make_qwen3, make_request, make_tokenizer, random_ids
+
 from turnwise.errors import ContextOverflowError, PolicyError
 from turnwise.fingerprint import fingerprint
 from turnwise.policies.local import LocalPolicy

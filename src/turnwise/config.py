@@ -67,8 +67,8 @@ class RolloutConfig(_Section):
     """Let only actions through that fit the environment's schema (needs the extra `grammar`)."""
     min_action_tokens: int = Field(1, ge=0)
     max_action_tokens: int = Field(100, ge=1)
-    drop_masking_failures: bool = False
-    """Leave an episode out of training when the action tokens of a turn could not be found."""
+    drop_masking_failures: bool = True
+    """Leave an episode out of baselines and training when the action tokens of a turn could not be found."""
     history: Literal["keep", "fork", "error"] = "fork"
     """When the chat template rewrites history: keep the sampled tokens, open a new stream, or stop."""
     schedule: Literal["lockstep", "eager"] = "lockstep"

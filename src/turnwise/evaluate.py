@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-<<<<<<< HEAD
 from typing import Any
-=======
->>>>>>> navigation
 
 import msgspec
 
@@ -37,7 +34,6 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     def success(self) -> float | None:
         return self.metrics.get("success")
 
-<<<<<<< HEAD
     def figures(self) -> dict[str, Any]:
         """Everything but the episodes, as plain data."""
         return {
@@ -48,8 +44,6 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
             "intervals": {name: list(bounds) for name, bounds in self.intervals.items()},
         }
 
-=======
->>>>>>> navigation
 
 async def evaluate(
     rollouts: Rollouts,
@@ -66,7 +60,15 @@ async def evaluate(
     if num_tasks == 0:
         raise ConfigError("the environment has no tasks in its eval split; check its params")
     rollout_config = rollouts.config.model_copy(
-        update={"group_size": 1, "temperature": config.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        update={
+            "group_size": 1,
+            "temperature": config.temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            # An agent that does not find an action has not failed to be measured: it has failed the task.
+            "drop_masking_failures": False,
+        }
     )
     groups = await collect_groups(
         [tasks.task(index, "eval") for index in range(num_tasks)],
@@ -86,12 +88,8 @@ def summarize(groups: Sequence[Group], scores: Mapping[str, Score]) -> Evaluatio
     known = [value for value in values if value is not None]
     names = sorted({name for episode in finished for name in episode.metrics})
     metrics = {
-<<<<<<< HEAD
         name: _mean([episode.metrics[name] for episode in finished if name in episode.metrics])
         for name in names
-=======
-        name: _mean([episode.metrics[name] for episode in finished if name in episode.metrics]) for name in names
->>>>>>> navigation
     }
     metrics["num_turns"] = _mean([float(episode.num_turns) for episode in finished])
     return Evaluation(

@@ -39,10 +39,10 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LearnerState(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Everything a bit-identical continuation needs: tensors by name, and plain facts."""
+    """Everything a bit-identical continuation needs: tensors by name, and plain values."""
 
     tensors: dict[str, Tensor]
-    facts: dict[str, Json]
+    values: dict[str, Json]
 
 
 class Learner:
@@ -94,7 +94,7 @@ class Learner:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         num_steps = training.num_epochs * len(minibatches)
-        before = self._snapshot() if num_steps > 1 else None
+        before = self.state() if num_steps > 1 else None
         tally = _Tally()
         try:
             for _ in range(training.num_epochs):
@@ -103,7 +103,7 @@ class Learner:
         except TrainingError as error:
             self._optimizer.zero_grad(set_to_none=True)
             if before is not None:
-                self._restore(before)
+                self.load_state(before.tensors, before.values)
             raise TrainingError(f"{error}{self._write_down(samples, str(error))}") from None
         finally:
             self._model.forget_images()
@@ -140,16 +140,16 @@ class Learner:
             tensors.update(
                 (f"reference/{name}", tensor.clone()) for name, tensor in self._reference.state().items()
             )
-        facts = {
+        values = {
             "num_updates": self.num_updates,
             "kl_coefficient": self._kl.coefficient,
             "optimizer_steps": steps,
         }
-        return LearnerState(tensors=tensors, facts=facts)
+        return LearnerState(tensors=tensors, values=values)
 
-    def load_state(self, state: LearnerState) -> None:
-        """Continue from `state()` of a learner of the same model and config."""
-        by_room = {room: _room(state.tensors, room) for room in ("model", "optimizer", "reference")}
+    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Json]) -> None:
+        """Continue from the `state()` of a learner of the same model and config; other values are ignored."""
+        by_room = {room: _room(tensors, room) for room in ("model", "optimizer", "reference")}
         if set(by_room["model"]) != set(self._parameters):
             strange = sorted(set(by_room["model"]) ^ set(self._parameters))[:3]
             raise TrainingError(
@@ -161,15 +161,15 @@ class Learner:
         if self._reference is not None:
             self._reference.load_state(by_room["reference"])
         self._optimizer.state.clear()
-        for name, count in state.facts["optimizer_steps"].items():
+        for name, count in values["optimizer_steps"].items():
             parameter = self._parameters[name]
             moments = _room(by_room["optimizer"], name)
             self._optimizer.state[parameter] = {
                 "step": torch.tensor(count, dtype=torch.float32),
                 **{key: value.to(parameter.device, copy=True) for key, value in moments.items()},
             }
-        self.num_updates = int(state.facts["num_updates"])
-        self._kl.coefficient = float(state.facts["kl_coefficient"])
+        self.num_updates = int(values["num_updates"])
+        self._kl.coefficient = float(values["kl_coefficient"])
 
     def _portions(self, samples: Samples) -> list[Portion]:
         portions = build_portions(
@@ -297,12 +297,6 @@ class Learner:
             key = (self.training.seed, self.num_updates, tally.num_steps, tally.num_packs)
             torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
             yield
-
-    def _snapshot(self) -> LearnerState:
-        return self.state()
-
-    def _restore(self, before: LearnerState) -> None:
-        self.load_state(before)
 
     def _write_down(self, samples: Samples, reason: str) -> str:
         if self._abort_folder is None:

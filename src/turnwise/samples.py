@@ -122,7 +122,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 def build_samples(
     groups: Sequence[Group], advantages: Advantages, *, tokens_per_pack: int, use_trees: bool = True
 ) -> Samples:
-    """The samples of these groups; episodes whose credit is None, and invalid ones, take no part."""
+    """The samples of these groups; episodes without credit, or known to be without action tokens, take no part."""
     samples: list[Sample] = []
     num_left_out = 0
     shares: list[float] = []
@@ -134,14 +134,14 @@ def build_samples(
                     f"episode {episode.episode_id} has no entry in the advantages ({advantages.estimator}); "
                     "credit and samples need the same groups"
                 )
-            if not episode.is_valid or all(credit.advantage is None for credit in credits):
+            if all(credit.advantage is None for credit in credits) or _lost_its_actions(episode):
                 num_left_out += 1
                 continue
             samples.extend(_episode_samples(episode, credits))
             shares.append(_trained_share(episode))
     if not samples:
         raise SampleError(
-            f"none of the {num_left_out} episodes can be trained on: all failed, were unscored or invalid; "
+            f"none of the {num_left_out} episodes can be trained on: all failed, were unscored or have no action tokens; "
             "look at their stop reasons and scores"
         )
     metrics = {
@@ -152,6 +152,11 @@ def build_samples(
     return Samples(
         samples=tuple(samples), tokens_per_pack=tokens_per_pack, use_trees=use_trees, metrics=metrics
     )
+
+
+def _lost_its_actions(episode: Episode) -> bool:
+    """True when the masker itself said that it found nothing; a valid episode without action tokens is an error."""
+    return not episode.is_valid and not any(turn.action_token_mask.any() for turn in episode.turns)
 
 
 def _by_name(samples: Sequence[Sample], names: Sequence[str]) -> list[list[Sample]]:

@@ -73,7 +73,14 @@ async def train(run: Run, stages: Stages, watch: Watch, *, first_step: int = 0) 
             with clock.time("credit"):
                 advantages = assign_advantages(groups, scores, config.credit)
             with clock.time("update"):
-                update = stages.learner.update(build_samples(groups, advantages, config.training))
+                update = stages.learner.update(
+                    build_samples(
+                        groups,
+                        advantages,
+                        tokens_per_pack=config.training.tokens_per_pack,
+                        use_trees=config.training.use_token_trees,
+                    )
+                )
             with clock.time("deliver"):
                 await deliver_weights(run, stages, version=step + 1)
             metrics = {
@@ -102,7 +109,7 @@ async def validate_and_save(
         score = evaluation.reward
     if is_last or num_updates % config.storage.checkpoint_every == 0:
         state = stages.learner.state()
-        run.save_checkpoint(num_updates, state.tensors, state.values, score=score)
+        run.save_checkpoint(num_updates, state.tensors, {"learner": state.values}, score=score)
 
 
 def build_stages(config: Config) -> Stages:
@@ -138,7 +145,9 @@ def build_stages(config: Config) -> Stages:
             environment_timeout_s=config.environment.timeout_s,
         ),
         rewards=rewards,
-        learner=Learner(model.network, loss=config.loss, training=config.training),
+        learner=Learner(
+            model.network, loss=config.loss, training=config.training, image_processor=model.image_processor
+        ),
     )
 
 
@@ -170,7 +179,7 @@ async def evaluate_now(run: Run, stages: Stages, label: str, watch: Watch | None
 def restore(run: Run, stages: Stages) -> int:
     """Load the newest checkpoint into the learner and return the step to go on from."""
     tensors, state = run.rewind_to_checkpoint()
-    stages.learner.load_state(tensors, state)
+    stages.learner.load_state(tensors, state["learner"])
     step: int = state["step"]
     return step
 
@@ -182,7 +191,7 @@ async def evaluate_run(folder: Path, config: Config, watch: Watch) -> Evaluation
         raise StoreError(f"{folder} has no checkpoint to evaluate")
     stages = build_stages(config)
     tensors, state = load_checkpoint(checkpoints[-1][1])
-    stages.learner.load_state(tensors, state)
+    stages.learner.load_state(tensors, state["learner"])
     await stages.rollouts.agent.policy.load_weights(stages.learner.weights(), state["step"])
     return await evaluate(
         stages.rollouts,
@@ -257,12 +266,12 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
 
     previous: dict[int, Any] = {}  # what signal.signal returns has no useful type
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, ask)
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            previous[signal_number] = signal.signal(signal_number, ask)
     except ValueError:
         log.debug("not in the main thread: Ctrl-C is left to the caller")
     try:
         yield lambda: asked
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous.items():
+            signal.signal(signal_number, handler)

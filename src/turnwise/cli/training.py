@@ -58,6 +58,7 @@ def train(
     from turnwise import trainer
     from turnwise.cli.progress import TrainingProgress
     from turnwise.config import Config
+    from turnwise.objective import describe_objective
     from turnwise.store.run import Run
     from turnwise.tracking import start_logging
 
@@ -76,7 +77,7 @@ def train(
         run = Run.create(out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"), settings)
         first_step = 0
     start_logging(run.folder, run.config.tracking.log_level)
-    console.print(stages.learner.objective, highlight=False)
+    console.print(describe_objective(run.config.loss, run.config.credit), highlight=False)
     with TrainingProgress(run.config.training.num_steps, first_step=first_step) as watch:
         asyncio.run(trainer.train(run, stages, watch, first_step=first_step))
     evaluation = asyncio.run(trainer.evaluate_now(run, stages, "final"))
