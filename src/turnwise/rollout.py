@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -244,10 +245,7 @@ class _Rollout:
             mask = self.rollouts.agent.masker.mask(completion.completion_ids, action_keys(schema))
             self.stage = "step"
             transition = await self._off_loop(environment.step, mask.action)
-            if not isinstance(transition, Transition):
-                raise EnvironmentFailure(
-                    f"step returned a {type(transition).__name__}; it must return a Transition"
-                )
+            _check_transition(transition)
             self.outcomes.append((observation, completion, mask, transition))
             if transition.is_terminal:
                 return StopReason.TERMINAL
@@ -341,6 +339,16 @@ class _Rollout:
             started_at=started_at,
             seconds=time.time() - started_at,
         )
+
+
+def _check_transition(transition: Transition) -> None:
+    """Environments are other people's code: what they return is checked before it becomes a fact."""
+    if not isinstance(transition, Transition):
+        raise EnvironmentFailure(f"step returned a {type(transition).__name__}; it must return a Transition")
+    figures = {"reward": transition.reward, **transition.metrics}
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            raise EnvironmentFailure(f"step returned {name} {value}; it must be a finite number")
 
 
 def episode_seed(episode_id: str) -> int:
