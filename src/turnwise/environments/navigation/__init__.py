@@ -34,6 +34,6 @@ class NavigationSpec:
         return NavigationEnvironment(worlds=self.worlds, params=self.params)
 
 
-def build_navigation(params: Mapping[str, Any]) -> EnvironmentSpec:
+def build_navigation(params: Mapping[str, Any] | None = None, /, **settings: Any) -> EnvironmentSpec:
     """The environment `navigation` with these settings (see `NavigationParams`)."""
-    return NavigationSpec(read_params(dict(params)))
+    return NavigationSpec(read_params({**(params or {}), **settings}))
