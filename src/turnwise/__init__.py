@@ -16,6 +16,7 @@ _HOMES = {
         "Config", "get_debug_config", "get_full_scale_config", "get_small_scale_config",
     ),
     "turnwise.environment": ("Environment",),
+    "turnwise.environments.navigation": ("NavigationEnvironment",),
     "turnwise.errors": ("TurnwiseError",),
     "turnwise.learner": ("Learner", "LearnerState", "Update"),
     "turnwise.objective": ("describe_objective",),
