@@ -67,8 +67,8 @@ class RolloutConfig(_Section):
     """Let only actions through that fit the environment's schema (needs the extra `grammar`)."""
     min_action_tokens: int = Field(1, ge=0)
     max_action_tokens: int = Field(100, ge=1)
-    drop_masking_failures: bool = False
-    """Leave an episode out of training when the action tokens of a turn could not be found."""
+    drop_masking_failures: bool = True
+    """Leave an episode out of baselines and training when the action tokens of a turn could not be found."""
     history: Literal["keep", "fork", "error"] = "fork"
     """When the chat template rewrites history: keep the sampled tokens, open a new stream, or stop."""
     schedule: Literal["lockstep", "eager"] = "lockstep"
@@ -125,16 +125,18 @@ _CREDIT_KNOBS: dict[str, dict[str, Any]] = {
         "combine": "paper",
         "episode_stats": "episodes",
         "step_norm": "mean_std",
+        "state_key": "environment",
+        "similarity": None,
     },
     "reinforce_plus_plus": {"gamma": 1.0},
-    "gae": {"gamma": 1.0, "lam": 0.95},
+    "gae": {"gamma": 1.0, "lam": 0.95, "normalize": True, "state_key": "environment"},
 }
 
 
 class CreditConfig(_Section):
     estimator: Literal["rloo", "grpo", "gigpo", "reinforce_plus_plus", "gae"] = "rloo"
     normalize: bool | None = None
-    """rloo: divide by the batch's standard deviation."""
+    """rloo, gae: whiten over the batch (mean 0, deviation 1)."""
     scale: Literal["group", "batch", "none"] | None = None
     """grpo: whose standard deviation divides."""
     gamma: float | None = Field(None, ge=0.0, le=1.0)
@@ -149,13 +151,30 @@ class CreditConfig(_Section):
     """gigpo: count an episode once, or once per turn as verl-agent does."""
     step_norm: Literal["mean_std", "mean"] | None = None
     """gigpo: divide by the standard deviation or not."""
+    state_key: str | None = None
+    """gigpo, gae: what makes two states the same: environment, last_observation, last_messages:N, normalised_text,
+    pose_grid[:METRES:DEGREES] or module:function."""
+    similarity: float | None = Field(None, gt=0.0, le=1.0)
+    """gigpo: also compare text states whose difflib ratio reaches this; slow, and only for text keys."""
     default_step_reward: float = 0.0
-    """For turns a reward gave no step output for."""
+    """gigpo, gae, reinforce_plus_plus: for turns a reward gave no step output for."""
     invalid_action_penalty: float = Field(0.0, ge=0.0)
-    """Taken from the step reward of a turn whose action was invalid, before discounting."""
+    """Taken from the reward of a turn whose action was invalid, before discounting, and so from the episode's score."""
 
     @model_validator(mode="after")
     def _fill_knobs(self) -> Self:
+        if self.default_step_reward != 0.0 and self.estimator in ("rloo", "grpo"):
+            raise ValueError(
+                f"credit.default_step_reward is {self.default_step_reward} but credit.estimator {self.estimator} reads "
+                "episode scores only; remove the line or choose gigpo, gae or reinforce_plus_plus"
+            )
+        if self.combine == "convex" and self.omega is None:
+            # As a share, the paper's weight of 1 would leave the steps out.
+            object.__setattr__(self, "omega", 0.5)
+        if self.combine == "convex" and self.omega is not None and self.omega > 1.0:
+            raise ValueError(
+                f"credit.omega is {self.omega}; with credit.combine convex it is a share and must lie in [0, 1]"
+            )
         return _resolve_knobs(self, "credit", "estimator", self.estimator, _CREDIT_KNOBS)
 
 
@@ -168,6 +187,18 @@ _LOSS_KNOBS: dict[str, dict[str, Any]] = {
     "dapo": {"clip_low": 0.2, "clip_high": 0.28},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"clip_high": 4.0},
+}
+
+
+# What counts once in a loss's mean, and how the tokens of a turn or an episode are joined before that.
+LOSS_AGGREGATION = {
+    "reinforce": ("episode", "sum"),
+    "ppo": ("token", "mean"),
+    "grpo": ("episode", "mean"),
+    "dr_grpo": ("turn", "constant"),
+    "dapo": ("token", "mean"),
+    "gspo": ("turn", "mean"),
+    "cispo": ("token", "mean"),
 }
 
 
@@ -188,14 +219,17 @@ class LossConfig(_Section):
     """Adapt the coefficient so that the measured divergence stays near this."""
     reference: Literal["frozen", "adapter_off", "ema"] | None = None
     """What the divergence is measured against; None takes adapter_off with LoRA, frozen without."""
-    ema_decay: float | None = Field(None, gt=0.0, lt=1.0)
+    ema_decay: float | None = Field(None, ge=0.0, lt=1.0)
+    """ema: how much of the old reference stays when it moves; 0 copies the weights."""
+    ema_every: int | None = Field(None, ge=1)
+    """ema: updates between two moves of the reference."""
     importance_cap: float | None = Field(None, gt=0.0)
     """Truncated importance sampling for episodes of an older policy version."""
 
     @model_validator(mode="after")
     def _fill_knobs(self) -> Self:
         resolved = _resolve_knobs(self, "loss", "name", self.name, _LOSS_KNOBS)
-        kl_knobs = ("kl_kind", "kl_place", "kl_target", "reference", "ema_decay")
+        kl_knobs = ("kl_kind", "kl_place", "kl_target", "reference", "ema_decay", "ema_every")
         if self.kl_coefficient == 0.0:
             for knob in kl_knobs:
                 if getattr(resolved, knob) is not None:
@@ -204,13 +238,15 @@ class LossConfig(_Section):
                         "set loss.kl_coefficient or remove the line"
                     )
             return resolved
-        if self.ema_decay is not None and self.reference != "ema":
-            raise ValueError(
-                f"loss.ema_decay is {self.ema_decay} but loss.reference is {self.reference!r}; set it to ema or remove the line"
-            )
+        for knob in ("ema_decay", "ema_every"):
+            if getattr(self, knob) is not None and self.reference != "ema":
+                raise ValueError(
+                    f"loss.{knob} is {getattr(self, knob)} but loss.reference is {self.reference!r}; "
+                    "set it to ema or remove the line"
+                )
         defaults: dict[str, Any] = {"kl_kind": "k3", "kl_place": "loss"}
         if self.reference == "ema":
-            defaults["ema_decay"] = 0.99
+            defaults.update({"ema_decay": 0.99, "ema_every": 1})
         for knob, default in defaults.items():
             if getattr(resolved, knob) is None:
                 object.__setattr__(resolved, knob, default)
@@ -257,6 +293,8 @@ class StorageConfig(_Section):
     """Older ones are removed; the best one stays."""
     save_format: Literal["jsonl", "full", "both"] = "jsonl"
     """full and both also write `.pt` files, one per turn."""
+    keep_weights_mb: int = Field(64, ge=0)
+    """Keep every policy version's weights up to this size, so that `turnwise verify` can score every token again."""
     durability: Literal["batch", "episode", "none"] = "batch"
     """When a write is on disk for sure: once per batch, per episode, or when the system likes."""
 

@@ -51,7 +51,8 @@ class TaskSource(Protocol):
 class EnvironmentSpec(Protocol):
     """What a name in the config stands for: a way to make environments, and the tasks they can start from."""
 
-    tasks: TaskSource
+    @property
+    def tasks(self) -> TaskSource: ...
 
     def make(self) -> Environment: ...
 

@@ -393,6 +393,8 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     sampling: SamplingParams
     seed: int = 0
     failure: Failure | None = None
+    num_retries: int = 0
+    """How often the rollout was started again after a failure."""
     metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
     is_token_exact: bool = True
     history: str = "error"
