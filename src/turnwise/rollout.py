@@ -104,7 +104,7 @@ async def collect_groups(
     for attempt in range(config.max_retries + 1):
         open_plan = [item for item in plan if item[2] not in finished]
         for episode in await _run_all(open_plan, rollouts, attempt):
-            if episode.failure is None or attempt == config.max_retries:
+            if not _is_worth_retrying(episode) or attempt == config.max_retries:
                 finished[episode.episode_id] = episode
                 if on_episode is not None:
                     on_episode(episode)
@@ -119,6 +119,11 @@ def _by_group(
 ) -> list[tuple[tuple[str, Task], list[tuple[Task, str, str]]]]:
     grouped = itertools.groupby(plan, key=lambda item: item[1])
     return [((items[0][1], items[0][0]), items) for items in (list(members) for _, members in grouped)]
+
+
+def _is_worth_retrying(episode: Episode) -> bool:
+    # The same seed would sample the same tokens, so an action that could not be found stays unfound.
+    return episode.failure is not None and episode.failure.stage != "mask"
 
 
 async def _run_all(plan: list[tuple[Task, str, str]], rollouts: Rollouts, attempt: int) -> list[Episode]:

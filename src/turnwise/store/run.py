@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 
 
 class Run:
@@ -84,8 +85,20 @@ class Run:
         for episode_id, turns in advantages.turns.items():
             log.append({"episode_id": episode_id, "turns": [msgspec.to_builtins(turn) for turn in turns]})
 
+    def record_step(
+        self, step: int, scores: Iterable[Score], advantages: Advantages, metrics: Mapping[str, float]
+    ) -> None:
+        """Store what was thought of a step's episodes and what became of it."""
+        self.record_scores(scores)
+        self.record_advantages(advantages)
+        self.record_metrics(step, metrics)
+
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._log(METRICS).append({"step": step, "time": time.time(), **metrics})
+
+    def record_evaluation(self, num_updates: int, evaluation: Mapping[str, Any]) -> None:
+        """Figures on held-out tasks after `num_updates` updates."""
+        self._log(EVALUATIONS).append({"step": num_updates, "time": time.time(), **evaluation})
 
     def save_weights(self, version: int, weights: Mapping[str, torch.Tensor], fingerprint: str) -> None:
         """Keep the weights of one policy version for `turnwise verify`, when they are small enough."""
