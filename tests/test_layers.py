@@ -19,6 +19,7 @@ LAYERS = [
     {"trainer", "verify", "doctor", "tracking"},
     {"demo"},
     {"cli"},
+    {"__main__"},
 ]  # fmt: skip
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
