@@ -15,6 +15,7 @@ from turnwise.models.loading import LoadedModel
 from turnwise.renderer import Renderer
 from turnwise.store.episodes import EPISODES, read_episode
 from turnwise.store.log import decode_record
+from turnwise.store.run import read_metrics
 from turnwise.streams import Conversation
 from turnwise.types import Completion, Episode, Image, Turn
 
@@ -44,11 +45,13 @@ class EpisodeAudit:
         self._masker = ActionTokenMasker(model.tokenizer)
         self._renderers: dict[str, Renderer] = {}
         self._seen_images: set[str] = set()
+        self._episodes_of_step: Counter[str] = Counter()
         self._broken_files: set[str] = set()
 
     def read_episodes(self) -> Iterator[Episode]:
         """Every episode that is what was written; the others are counted."""
         for number, record in self._read_records():
+            self._episodes_of_step[str(record["episode_id"]).partition("-")[0]] += 1
             try:
                 episode = read_episode(self._folder, record)
             except (StoreError, OSError) as error:
@@ -79,6 +82,17 @@ class EpisodeAudit:
                         f"{EPISODES}: record {number} says it is number {record.get('seq')}",
                     )
                 yield number, record
+
+    def check_completeness(self) -> None:
+        """Every episode that a finished step counted must still be there."""
+        for record in read_metrics(self._folder):
+            expected = int(record.get("episodes/count", 0))
+            found = self._episodes_of_step[f"s{record['step']:06d}"]
+            if found < expected:
+                self._findings.note(
+                    "turn_mismatches",
+                    f"step {record['step']} had {expected} episodes, the log holds {found} of them",
+                )
 
     def _check_record(self, record: Mapping[str, Any], episode: Episode) -> None:
         """What a record says twice must agree."""

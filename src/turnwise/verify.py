@@ -90,6 +90,7 @@ def verify_run(
             scoring.rescore(waiting)
             waiting = []
     scoring.rescore(waiting)
+    audit.check_completeness()
     gaps = np.concatenate(scoring.gaps) if scoring.gaps else np.empty(0)
     return Verification(
         run=str(folder),
