@@ -52,10 +52,10 @@ class Script:
             )
             self.images = [[Image.from_pixels(one) for one in turn] for turn in pixels]
         # A group starts from the same prompt.
-        for episode in range(NUM_EPISODES):
-            self.texts[0, episode] = self.texts[0, episode // GROUP_SIZE]
-            if self.images:
-                self.images[0][episode] = self.images[0][episode // GROUP_SIZE]
+        first = [episode // GROUP_SIZE * GROUP_SIZE for episode in range(NUM_EPISODES)]
+        self.texts[0] = self.texts[0, first]
+        if self.images:
+            self.images[0] = [self.images[0][episode] for episode in first]
         self.num_turns = num_turns
         self.image_ids = [VISION_START, *[IMAGE] * (image_side // 32) ** 2, VISION_END] if image_side else []
 

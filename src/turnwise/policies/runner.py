@@ -184,20 +184,38 @@ class Runner:
 
     def _sample(self, sequences: Many[Sequence], logits_RV: torch.Tensor) -> None:
         logits_RV = logits_RV.float().add_(self._banned_V)
+        allowed_RV = self._apply_grammars(sequences, logits_RV)
         by_sampling: dict[SamplingParams, list[int]] = {}
         for row, sequence in enumerate(sequences):
             by_sampling.setdefault(sequence.request.sampling, []).append(row)
         for sampling, rows in by_sampling.items():
             chosen = [sequences[row] for row in rows]
+            is_whole = len(by_sampling) == 1
             draw = draw_tokens(
-                logits_RV if len(by_sampling) == 1 else logits_RV[rows],
+                logits_RV if is_whole else logits_RV[rows],
                 sampling,
                 np.array([sequence.next_uniform for sequence in chosen]),
+                allowed_RV=allowed_RV if is_whole or allowed_RV is None else allowed_RV[rows],
             )
             for sequence, token_id, logprob, kept in zip(
                 chosen, draw.token_ids.tolist(), draw.logprobs.tolist(), draw.kept, strict=True
             ):
                 sequence.push(token_id, logprob, kept)
+
+    def _apply_grammars(self, sequences: Many[Sequence], logits_RV: torch.Tensor) -> torch.Tensor | None:
+        """Ban what a grammar bans throughout; return what may be sampled where an action is open, or None."""
+        allowed_RV: torch.Tensor | None = None
+        for row, sequence in enumerate(sequences):
+            if sequence.grammar is None or sequence.constraint is None:
+                continue
+            banned = torch.from_numpy(sequence.grammar.banned_ids.astype(np.int64)).to(self._device)
+            logits_RV[row].index_fill_(0, banned, float("-inf"))
+            allowed = sequence.constraint.allowed()
+            if allowed is not None:
+                if allowed_RV is None:
+                    allowed_RV = torch.ones(logits_RV.shape, dtype=torch.bool, device=self._device)
+                allowed_RV[row] = torch.from_numpy(allowed).to(self._device)
+        return allowed_RV
 
 
 def _phases(
