@@ -67,8 +67,8 @@ class RolloutConfig(_Section):
     """Let only actions through that fit the environment's schema (needs the extra `grammar`)."""
     min_action_tokens: int = Field(1, ge=0)
     max_action_tokens: int = Field(100, ge=1)
-    drop_masking_failures: bool = False
-    """Leave an episode out of training when the action tokens of a turn could not be found."""
+    drop_masking_failures: bool = True
+    """Leave an episode out of baselines and training when the action tokens of a turn could not be found."""
     history: Literal["keep", "fork", "error"] = "fork"
     """When the chat template rewrites history: keep the sampled tokens, open a new stream, or stop."""
     schedule: Literal["lockstep", "eager"] = "lockstep"
@@ -92,8 +92,10 @@ class RolloutConfig(_Section):
 
 class RewardConfig(_Section):
     name: str = "environment"
-    """A built-in (environment, text, language, json, exact …), `file.py:function` or an import path."""
+    """A built-in (environment, text, language, json, exact …), `file.py:function`, an import path or an entry point."""
     weight: float = 1.0
+    label: str | None = None
+    """What its metrics are called; the function's own name when not given."""
     params: dict[str, Any] = Field(default_factory=dict)  # each reward checks its own
 
 
@@ -102,8 +104,15 @@ class RewardsConfig(_Section):
     """Their scores are added up, weighted."""
     sandbox: Literal["auto", "bubblewrap", "landlock", "none"] = "auto"
     """How user code is confined; `none` runs it in this process and must be asked for."""
+    allow_weak_sandbox: bool = False
+    """Where neither bubblewrap nor Landlock works, go on with resource limits alone instead of refusing."""
+    reads: tuple[str, ...] = ()
+    """Files and folders that user code may read besides installed packages; modules in these folders can be imported."""
     timeout_s: float = Field(10.0, gt=0)
+    """Deadline of one call of user code."""
+    import_timeout_s: float = Field(60.0, gt=0)
     memory_mb: int = Field(1024, ge=64)
+    """What one call of user code may allocate."""
     num_workers: int = Field(2, ge=1)
 
 
@@ -181,6 +190,18 @@ _LOSS_KNOBS: dict[str, dict[str, Any]] = {
 }
 
 
+# What counts once in a loss's mean, and how the tokens of a turn or an episode are joined before that.
+LOSS_AGGREGATION = {
+    "reinforce": ("episode", "sum"),
+    "ppo": ("token", "mean"),
+    "grpo": ("episode", "mean"),
+    "dr_grpo": ("turn", "constant"),
+    "dapo": ("token", "mean"),
+    "gspo": ("turn", "mean"),
+    "cispo": ("token", "mean"),
+}
+
+
 class LossConfig(_Section):
     name: Literal["reinforce", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "ppo"
     aggregate: Literal["token", "turn", "episode"] | None = None
@@ -198,14 +219,17 @@ class LossConfig(_Section):
     """Adapt the coefficient so that the measured divergence stays near this."""
     reference: Literal["frozen", "adapter_off", "ema"] | None = None
     """What the divergence is measured against; None takes adapter_off with LoRA, frozen without."""
-    ema_decay: float | None = Field(None, gt=0.0, lt=1.0)
+    ema_decay: float | None = Field(None, ge=0.0, lt=1.0)
+    """ema: how much of the old reference stays when it moves; 0 copies the weights."""
+    ema_every: int | None = Field(None, ge=1)
+    """ema: updates between two moves of the reference."""
     importance_cap: float | None = Field(None, gt=0.0)
     """Truncated importance sampling for episodes of an older policy version."""
 
     @model_validator(mode="after")
     def _fill_knobs(self) -> Self:
         resolved = _resolve_knobs(self, "loss", "name", self.name, _LOSS_KNOBS)
-        kl_knobs = ("kl_kind", "kl_place", "kl_target", "reference", "ema_decay")
+        kl_knobs = ("kl_kind", "kl_place", "kl_target", "reference", "ema_decay", "ema_every")
         if self.kl_coefficient == 0.0:
             for knob in kl_knobs:
                 if getattr(resolved, knob) is not None:
@@ -214,13 +238,15 @@ class LossConfig(_Section):
                         "set loss.kl_coefficient or remove the line"
                     )
             return resolved
-        if self.ema_decay is not None and self.reference != "ema":
-            raise ValueError(
-                f"loss.ema_decay is {self.ema_decay} but loss.reference is {self.reference!r}; set it to ema or remove the line"
-            )
+        for knob in ("ema_decay", "ema_every"):
+            if getattr(self, knob) is not None and self.reference != "ema":
+                raise ValueError(
+                    f"loss.{knob} is {getattr(self, knob)} but loss.reference is {self.reference!r}; "
+                    "set it to ema or remove the line"
+                )
         defaults: dict[str, Any] = {"kl_kind": "k3", "kl_place": "loss"}
         if self.reference == "ema":
-            defaults["ema_decay"] = 0.99
+            defaults.update({"ema_decay": 0.99, "ema_every": 1})
         for knob, default in defaults.items():
             if getattr(resolved, knob) is None:
                 object.__setattr__(resolved, knob, default)

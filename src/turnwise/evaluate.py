@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -33,6 +34,16 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     def success(self) -> float | None:
         return self.metrics.get("success")
 
+    def figures(self) -> dict[str, Any]:
+        """Everything but the episodes, as plain data."""
+        return {
+            "num_episodes": self.num_episodes,
+            "num_failed": self.num_failed,
+            "reward": self.reward,
+            "metrics": dict(self.metrics),
+            "intervals": {name: list(bounds) for name, bounds in self.intervals.items()},
+        }
+
 
 async def evaluate(
     rollouts: Rollouts,
@@ -49,7 +60,15 @@ async def evaluate(
     if num_tasks == 0:
         raise ConfigError("the environment has no tasks in its eval split; check its params")
     rollout_config = rollouts.config.model_copy(
-        update={"group_size": 1, "temperature": config.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        update={
+            "group_size": 1,
+            "temperature": config.temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            # An agent that does not find an action has not failed to be measured: it has failed the task.
+            "drop_masking_failures": False,
+        }
     )
     groups = await collect_groups(
         [tasks.task(index, "eval") for index in range(num_tasks)],
@@ -69,7 +88,8 @@ def summarize(groups: Sequence[Group], scores: Mapping[str, Score]) -> Evaluatio
     known = [value for value in values if value is not None]
     names = sorted({name for episode in finished for name in episode.metrics})
     metrics = {
-        name: _mean([episode.metrics[name] for episode in finished if name in episode.metrics]) for name in names
+        name: _mean([episode.metrics[name] for episode in finished if name in episode.metrics])
+        for name in names
     }
     metrics["num_turns"] = _mean([float(episode.num_turns) for episode in finished])
     return Evaluation(

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from turnwise.config import Config
 from turnwise.credit import assign_advantages
 from turnwise.environment import EnvironmentSpec
 from turnwise.environments import build_environment
-from turnwise.errors import TrainingError
+from turnwise.errors import StoreError, TrainingError
 from turnwise.evaluate import Evaluation, evaluate
 from turnwise.fingerprint import fingerprint
 from turnwise.learner import Learner
@@ -27,6 +28,7 @@ from turnwise.renderer import Renderer
 from turnwise.rewards.score import Rewards, build_rewards, score_groups
 from turnwise.rollout import Agent, Rollouts, collect_groups
 from turnwise.samples import build_samples
+from turnwise.store.checkpoints import list_checkpoints, load_checkpoint
 from turnwise.store.run import Run
 from turnwise.tasks import TaskStream
 from turnwise.types import Episode, Group, Score
@@ -60,7 +62,10 @@ async def train(run: Run, stages: Stages, watch: Watch, *, first_step: int = 0) 
         for step in range(first_step, config.training.num_steps):
             with clock.time("rollout"):
                 groups = await collect_groups(
-                    stages.tasks.batch(step), stages.rollouts, label=f"s{step:06d}", on_episode=watch.on_episode
+                    stages.tasks.batch(step),
+                    stages.rollouts,
+                    label=f"s{step:06d}",
+                    on_episode=watch.on_episode,
                 )
             run.record_groups(f"step-{step:06d}", groups)
             with clock.time("score"):
@@ -68,17 +73,43 @@ async def train(run: Run, stages: Stages, watch: Watch, *, first_step: int = 0) 
             with clock.time("credit"):
                 advantages = assign_advantages(groups, scores, config.credit)
             with clock.time("update"):
-                update = stages.learner.update(build_samples(groups, advantages, config.training))
+                update = stages.learner.update(
+                    build_samples(
+                        groups,
+                        advantages,
+                        tokens_per_pack=config.training.tokens_per_pack,
+                        use_trees=config.training.use_token_trees,
+                    )
+                )
             with clock.time("deliver"):
                 await deliver_weights(run, stages, version=step + 1)
-            metrics = {**summarize_step(groups, scores), **advantages.metrics, **update.metrics, **clock.lap()}
+            metrics = {
+                **summarize_step(groups, scores),
+                **advantages.metrics,
+                **update.metrics,
+                **clock.lap(),
+            }
             run.record_step(step, scores.values(), advantages, metrics)
             watch.on_step(step, metrics)
-            is_last = is_interrupted() or step + 1 == config.training.num_steps
-            if is_last or (step + 1) % config.storage.checkpoint_every == 0:
-                save(run, stages, step + 1, metrics)
+            await validate_and_save(run, stages, step + 1, metrics, is_last=is_interrupted())
             if is_interrupted():
                 return
+
+
+async def validate_and_save(
+    run: Run, stages: Stages, num_updates: int, metrics: Mapping[str, float], *, is_last: bool
+) -> None:
+    """Evaluate and checkpoint when the config says so; always checkpoint after the last step."""
+    config = run.config
+    is_last = is_last or num_updates == config.training.num_steps
+    score = metrics.get("reward/mean")
+    if config.evaluation.every and num_updates % config.evaluation.every == 0:
+        evaluation = await evaluate_now(run, stages, f"eval-{num_updates:06d}")
+        run.record_evaluation(num_updates, evaluation.figures())
+        score = evaluation.reward
+    if is_last or num_updates % config.storage.checkpoint_every == 0:
+        state = stages.learner.state()
+        run.save_checkpoint(num_updates, state.tensors, {"learner": state.values}, score=score)
 
 
 def build_stages(config: Config) -> Stages:
@@ -98,7 +129,9 @@ def build_stages(config: Config) -> Stages:
         min_action_tokens=config.rollout.min_action_tokens,
         max_action_tokens=config.rollout.max_action_tokens,
     )
-    renderer = Renderer(model.tokenizer, image_processor=model.image_processor, history=config.rollout.history)
+    renderer = Renderer(
+        model.tokenizer, image_processor=model.image_processor, history=config.rollout.history
+    )
     return Stages(
         environment=environment,
         tasks=TaskStream(
@@ -112,7 +145,9 @@ def build_stages(config: Config) -> Stages:
             environment_timeout_s=config.environment.timeout_s,
         ),
         rewards=rewards,
-        learner=Learner(model.network, loss=config.loss, training=config.training),
+        learner=Learner(
+            model.network, loss=config.loss, training=config.training, image_processor=model.image_processor
+        ),
     )
 
 
@@ -130,25 +165,42 @@ async def deliver_weights(run: Run, stages: Stages, version: int) -> None:
 
 
 async def evaluate_now(run: Run, stages: Stages, label: str, watch: Watch | None = None) -> Evaluation:
-    """Success and reward of the current weights on held-out tasks."""
-    on_episode = None if watch is None else watch.on_episode
+    """Success and reward of the policy's current weights on held-out tasks."""
     return await evaluate(
-        stages.rollouts, stages.environment.tasks, stages.rewards, run.config.evaluation, label=label, on_episode=on_episode
+        stages.rollouts,
+        stages.environment.tasks,
+        stages.rewards,
+        run.config.evaluation,
+        label=label,
+        on_episode=None if watch is None else watch.on_episode,
     )
-
-
-def save(run: Run, stages: Stages, step: int, metrics: Mapping[str, float]) -> None:
-    """Publish a checkpoint after `step` updates."""
-    state = stages.learner.state()
-    run.save_checkpoint(step, state.tensors, state.values, score=metrics.get("reward/mean"))
 
 
 def restore(run: Run, stages: Stages) -> int:
     """Load the newest checkpoint into the learner and return the step to go on from."""
     tensors, state = run.rewind_to_checkpoint()
-    stages.learner.load_state(tensors, state)
+    stages.learner.load_state(tensors, state["learner"])
     step: int = state["step"]
     return step
+
+
+async def evaluate_run(folder: Path, config: Config, watch: Watch) -> Evaluation:
+    """Evaluate the newest checkpoint of a stored run, without changing the run."""
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        raise StoreError(f"{folder} has no checkpoint to evaluate")
+    stages = build_stages(config)
+    tensors, state = load_checkpoint(checkpoints[-1][1])
+    stages.learner.load_state(tensors, state["learner"])
+    await stages.rollouts.agent.policy.load_weights(stages.learner.weights(), state["step"])
+    return await evaluate(
+        stages.rollouts,
+        stages.environment.tasks,
+        stages.rewards,
+        config.evaluation,
+        label="eval",
+        on_episode=watch.on_episode,
+    )
 
 
 def summarize_step(groups: Sequence[Group], scores: Mapping[str, Score]) -> dict[str, float]:
@@ -166,7 +218,9 @@ def summarize_step(groups: Sequence[Group], scores: Mapping[str, Score]) -> dict
         "episodes/turns": turns / max(1, len(episodes)),
         "tokens/sampled": float(sampled),
         "tokens/action_share": action / max(1, sampled),
-        "actions/invalid_share": sum(not turn.is_action_valid for episode in episodes for turn in episode.turns)
+        "actions/invalid_share": sum(
+            not turn.is_action_valid for episode in episodes for turn in episode.turns
+        )
         / max(1, turns),
     }
     if known:
@@ -212,8 +266,8 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
 
     previous: dict[int, Any] = {}  # what signal.signal returns has no useful type
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, ask)
+        for wanted in (signal.SIGINT, signal.SIGTERM):
+            previous[wanted] = signal.signal(wanted, ask)
     except ValueError:
         log.debug("not in the main thread: Ctrl-C is left to the caller")
     try:

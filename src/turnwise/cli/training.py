@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from turnwise.cli.output import console, print_json
 from turnwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from turnwise.evaluate import Evaluation
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
@@ -51,11 +55,12 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train an agent, or continue a run that was stopped."""
-    import turnwise.trainer as trainer
+    from turnwise import trainer
     from turnwise.cli.progress import TrainingProgress
     from turnwise.config import Config
-    from turnwise.program import run_async, start_logging
+    from turnwise.objective import describe_objective
     from turnwise.store.run import Run
+    from turnwise.tracking import start_logging
 
     if (config is None) == (resume is None):
         raise ConfigError("give either --config FILE to start a run or --resume RUN to continue one")
@@ -72,30 +77,45 @@ def train(
         run = Run.create(out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"), settings)
         first_step = 0
     start_logging(run.folder, run.config.tracking.log_level)
-    console.print(stages.learner.objective, highlight=False)
+    console.print(describe_objective(run.config.loss, run.config.credit), highlight=False)
     with TrainingProgress(run.config.training.num_steps, first_step=first_step) as watch:
-        result = run_async(trainer.train_and_evaluate(run, stages, watch, first_step=first_step))
+        asyncio.run(trainer.train(run, stages, watch, first_step=first_step))
+    evaluation = asyncio.run(trainer.evaluate_now(run, stages, "final"))
+    run.record_evaluation(run.config.training.num_steps, evaluation.figures())
+    run.close()
+    console.print(f"run folder: {run.folder}")
     if as_json:
-        print_json(result)
-    else:
-        console.print(f"run folder: {run.folder}")
+        print_json({"run": str(run.folder), "evaluation": evaluation.figures()})
 
 
 def evaluate(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder; its newest checkpoint is evaluated.")],
-    num_tasks: Annotated[int | None, typer.Option(help="Held-out tasks; the run's own number by default.")] = None,
+    run_folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder; its newest checkpoint is evaluated.")
+    ],
+    num_tasks: Annotated[
+        int | None, typer.Option(help="Held-out tasks; the run's own number by default.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 acts greedily.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure a trained agent on held-out tasks."""
+    from turnwise import trainer
     from turnwise.cli.progress import EpisodeProgress
-    from turnwise.program import evaluate_run, run_async
+    from turnwise.store.run import read_config
 
-    with EpisodeProgress("evaluating", num_tasks or 0) as watch:
-        result = run_async(evaluate_run(run_folder, num_tasks=num_tasks, temperature=temperature, watch=watch))
+    given = {"num_tasks": num_tasks, "temperature": temperature}
+    overrides = [f"evaluation.{name}={value}" for name, value in given.items() if value is not None]
+    config = read_config(run_folder).with_overrides(overrides)
+    with EpisodeProgress("evaluating", config.evaluation.num_tasks) as watch:
+        evaluation = asyncio.run(trainer.evaluate_run(run_folder, config, watch))
+    print_evaluation(evaluation)
     if as_json:
-        print_json(result)
-        return
-    for name, value in result["metrics"].items():
-        interval = result["intervals"].get(name)
-        print(f"{name:24s} {value:8.3f}" + (f"   [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""))
+        print_json({"run": str(run_folder), **evaluation.figures()})
+
+
+def print_evaluation(evaluation: Evaluation) -> None:
+    """A line per figure, with its 95 % interval where there is one."""
+    for name, value in evaluation.metrics.items():
+        interval = evaluation.intervals.get(name)
+        bounds = f"   [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
+        console.print(f"{name:24s} {value:8.3f}{bounds}", highlight=False)

