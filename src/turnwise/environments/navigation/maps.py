@@ -82,7 +82,7 @@ class FloorMap:
         self._draw.polygon(star, fill=_GOAL, outline=(90, 60, 0))
 
     def _walls(self, world: World, low: Doubles, high: Doubles) -> None:
-        """Darken what nobody can walk through or see over and the view from above shows as a hairline: the walls."""
+        """Darken the walls, which are hairlines from above."""
         grid = world.grid
         rows, columns = self.image.height, self.image.width
         x = low[0] + (np.arange(columns) + 0.5) * (high[0] - low[0]) / columns
@@ -90,13 +90,7 @@ class FloorMap:
         i = np.floor((x - grid.low[0]) / grid.cell_m).astype(int)
         j = np.floor((y - grid.low[1]) / grid.cell_m).astype(int)
         inside = ((i >= 0) & (i < grid.shape[0]))[None] & ((j >= 0) & (j < grid.shape[1]))[:, None]
-        near = np.zeros(grid.shape, dtype=bool)
-        centers = grid.centers_IJ2().reshape(-1, 2)
-        for item in world.scene.objects:
-            near |= (item.floor_distance(centers) < 2 * grid.cell_m).reshape(grid.shape)
-        is_wall = (grid.is_obstacle_IJ & ~near)[np.clip(i, 0, grid.shape[0] - 1)][
-            :, np.clip(j, 0, grid.shape[1] - 1)
-        ].T
+        is_wall = world.is_wall_IJ[np.clip(i, 0, grid.shape[0] - 1)][:, np.clip(j, 0, grid.shape[1] - 1)].T
         pixels = np.array(self.image)
         pixels[is_wall & inside] = (70, 70, 78)
         self.image = PIL.Image.fromarray(pixels)
@@ -113,8 +107,11 @@ class FloorMap:
         )
 
     def _label(self, text: str, center: _Xy) -> None:
+        left, top, right, bottom = self._draw.textbbox(center, text, font=self._font, anchor="mm")
+        x = min(max(center[0], (right - left) / 2 + 3), self.image.width - (right - left) / 2 - 3)
+        y = min(max(center[1], (bottom - top) / 2 + 3), self.image.height - (bottom - top) / 2 - 3)
         self._draw.text(
-            center,
+            (x, y),
             text,
             fill=(15, 15, 20),
             font=self._font,

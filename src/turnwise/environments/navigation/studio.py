@@ -62,9 +62,11 @@ def open_world(dataset: Path, scene_id: str) -> World:
 
 
 def read_pose(text: str | None, world: World, seed: int) -> Pose:
-    """`1.5,2,90` as a pose; a random free one for None."""
+    """`1.5,2,90` as a pose; for None a free one from the seed, the one with the widest view of a dozen."""
     if text is None:
-        return world.grid.random_pose(np.random.default_rng(seed))
+        rng, camera = np.random.default_rng(seed), Camera.with_view(32, 32, 90.0)
+        poses = [world.grid.random_pose(rng) for _ in range(12)]
+        return max(poses, key=lambda pose: float(np.median(world.render(pose, camera).depth)))
     try:
         x, y, yaw = (float(part) for part in text.split(","))
     except ValueError:
