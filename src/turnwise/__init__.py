@@ -12,10 +12,15 @@ __version__ = "0.1.0"
 
 # Each public name and the module it lives in.
 _HOMES = {
+    "turnwise.advantages": (
+        "Gigpo", "compute_advantages", "compute_loo_baseline", "gae", "gigpo", "grpo", "reinforce_plus_plus", "rloo",
+    ),
     "turnwise.config": (
         "Config", "get_debug_config", "get_full_scale_config", "get_small_scale_config",
     ),
+    "turnwise.credit": ("assign_advantages",),
     "turnwise.environment": ("Environment",),
+    "turnwise.environments.navigation": ("NavigationEnvironment",),
     "turnwise.errors": ("TurnwiseError",),
     "turnwise.learner": ("Learner", "LearnerState", "Update"),
     "turnwise.objective": ("describe_objective",),

@@ -79,6 +79,7 @@ async def train(run: Run, stages: Stages, watch: Watch, *, first_step: int = 0) 
                         advantages,
                         tokens_per_pack=config.training.tokens_per_pack,
                         use_trees=config.training.use_token_trees,
+                        tokens=config.loss.tokens,
                     )
                 )
             with clock.time("deliver"):
@@ -266,12 +267,12 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
 
     previous: dict[int, Any] = {}  # what signal.signal returns has no useful type
     try:
-        for signal_number in (signal.SIGINT, signal.SIGTERM):
-            previous[signal_number] = signal.signal(signal_number, ask)
+        for wanted in (signal.SIGINT, signal.SIGTERM):
+            previous[wanted] = signal.signal(wanted, ask)
     except ValueError:
         log.debug("not in the main thread: Ctrl-C is left to the caller")
     try:
         yield lambda: asked
     finally:
-        for signal_number, handler in previous.items():
-            signal.signal(signal_number, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
