@@ -20,6 +20,7 @@ _HOMES = {
     ),
     "turnwise.credit": ("assign_advantages",),
     "turnwise.environment": ("Environment",),
+    "turnwise.environments.navigation": ("NavigationEnvironment",),
     "turnwise.errors": ("TurnwiseError",),
     "turnwise.learner": ("Learner", "LearnerState", "Update"),
     "turnwise.objective": ("describe_objective",),

@@ -92,8 +92,10 @@ class RolloutConfig(_Section):
 
 class RewardConfig(_Section):
     name: str = "environment"
-    """A built-in (environment, text, language, json, exact …), `file.py:function` or an import path."""
+    """A built-in (environment, text, language, json, exact …), `file.py:function`, an import path or an entry point."""
     weight: float = 1.0
+    label: str | None = None
+    """What its metrics are called; the function's own name when not given."""
     params: dict[str, Any] = Field(default_factory=dict)  # each reward checks its own
 
 
@@ -102,8 +104,15 @@ class RewardsConfig(_Section):
     """Their scores are added up, weighted."""
     sandbox: Literal["auto", "bubblewrap", "landlock", "none"] = "auto"
     """How user code is confined; `none` runs it in this process and must be asked for."""
+    allow_weak_sandbox: bool = False
+    """Where neither bubblewrap nor Landlock works, go on with resource limits alone instead of refusing."""
+    reads: tuple[str, ...] = ()
+    """Files and folders that user code may read besides installed packages; modules in these folders can be imported."""
     timeout_s: float = Field(10.0, gt=0)
+    """Deadline of one call of user code."""
+    import_timeout_s: float = Field(60.0, gt=0)
     memory_mb: int = Field(1024, ge=64)
+    """What one call of user code may allocate."""
     num_workers: int = Field(2, ge=1)
 
 

@@ -266,12 +266,12 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
 
     previous: dict[int, Any] = {}  # what signal.signal returns has no useful type
     try:
-        for signal_number in (signal.SIGINT, signal.SIGTERM):
-            previous[signal_number] = signal.signal(signal_number, ask)
+        for wanted in (signal.SIGINT, signal.SIGTERM):
+            previous[wanted] = signal.signal(wanted, ask)
     except ValueError:
         log.debug("not in the main thread: Ctrl-C is left to the caller")
     try:
         yield lambda: asked
     finally:
-        for signal_number, handler in previous.items():
-            signal.signal(signal_number, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -399,6 +399,8 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     is_token_exact: bool = True
     history: str = "error"
     """What the renderer was told to do when a template rewrites history."""
+    action_keys: tuple[str, ...] = ()
+    """The keys that told an action from other JSON, so that masks can be derived again; empty when any object was one."""
     is_valid: bool = True
     masking_quality: str = "good"
     dropout_reason: str | None = None

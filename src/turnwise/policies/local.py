@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from turnwise.errors import ContextOverflowError, PolicyError
@@ -38,10 +39,16 @@ class LocalPolicy:
         has_images = getattr(network.config, "image_token_id", None) is not None
         self._images = ImageInputs(network, image_processor) if has_images else None
         self._max_context = int(network.config.get_text_config().max_position_embeddings)
-        runner = Runner(network, self._vocabulary, images=self._images, budget_bytes=kv_budget_mb * 2**20)
+        runner = Runner(
+            network,
+            self._vocabulary,
+            image_token_id=None if self._images is None else self._images.image_token_id,
+            budget_bytes=kv_budget_mb * 2**20,
+        )
         self._max_cached = runner.store.memory.largest_free
         self._scheduler = Scheduler(runner, is_lockstep=schedule == "lockstep", version=version)
         self._handovers: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="turnwise-images")
         self._is_closed = False
 
     @property
@@ -53,20 +60,16 @@ class LocalPolicy:
     ) -> Completion:
         """Sample the next turn of a stream; `on_token` is called on this event loop for each token."""
         self._check(request)
-        if self._images is not None and request.images:
-            await asyncio.to_thread(self._images.prepare, request.images)
         sequence = Sequence(request, self._vocabulary, asyncio.get_running_loop(), on_token)
-        self._hand_over(lambda: self._scheduler.submit(sequence))
+        if self._images is not None:
+            sequence.preparation = self._threads.submit(self._images.prepare, request)
+            sequence.preparation.add_done_callback(lambda _: self._scheduler.post([]))
+        self._hand_over(lambda: self._scheduler.take(sequence))
         try:
             return await sequence.future
         except asyncio.CancelledError:
-            self._scheduler.cancel(sequence)
+            self._scheduler.post([lambda: self._scheduler.drop(sequence)])
             raise
-
-    def expect(self, stream_ids: Iterable[str]) -> None:
-        """Announce streams that will ask soon: a lockstep batch waits until each has asked or was released."""
-        names = tuple(stream_ids)
-        self._hand_over(lambda: self._scheduler.expect(names))
 
     async def release(self, stream_id: str) -> None:
         """The stream will not be extended again; its memory is free for others."""
@@ -86,6 +89,7 @@ class LocalPolicy:
     async def close(self) -> None:
         self._is_closed = True
         await asyncio.to_thread(self._scheduler.close)
+        self._threads.shutdown(wait=False)
 
     def _check(self, request: Request) -> None:
         if self._is_closed:
@@ -122,5 +126,4 @@ class LocalPolicy:
         self._handovers[loop].append(command)
 
     def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
-        for command in self._handovers.pop(loop, []):
-            command()
+        self._scheduler.post(self._handovers.pop(loop, []))

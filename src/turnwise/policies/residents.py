@@ -14,8 +14,7 @@ from turnwise.policies.slots import Slot, SlotStore
 class Stream:
     """A stream that may ask again: its slot, and its request while one waits or runs."""
 
-    def __init__(self, episode: tuple[int, ...], group_id: str) -> None:
-        self.episode = episode
+    def __init__(self, group_id: str) -> None:
         self.group_id = group_id
         self.slot: Slot | None = None
         self.sequence: Sequence | None = None
@@ -34,7 +33,7 @@ class Residents:
     def join(self, sequence: Sequence) -> None:
         """A stream asks for a completion."""
         request = sequence.request
-        stream = self._streams.setdefault(request.stream_id, Stream(request.seed[:-1], request.group_id))
+        stream = self._streams.setdefault(request.stream_id, Stream(request.group_id))
         if stream.sequence is not None:
             raise PolicyError(
                 f"stream {request.stream_id} asked for a completion while its last one is still being sampled; "
@@ -49,6 +48,10 @@ class Residents:
             stream.sequence = None
             stream.last_used = time.monotonic()
 
+    def sequence_of(self, stream_id: str) -> Sequence | None:
+        stream = self._streams.get(stream_id)
+        return None if stream is None else stream.sequence
+
     def release(self, stream_id: str) -> None:
         stream = self._streams.pop(stream_id, None)
         if stream is not None and stream.slot is not None:
@@ -59,15 +62,6 @@ class Residents:
         self._store = store
         for stream in self._streams.values():
             stream.slot = None
-
-    def silent(self) -> list[str]:
-        """Streams of episodes that have no request waiting."""
-        asking = {stream.episode for stream in self._streams.values() if stream.sequence is not None}
-        return sorted(
-            name
-            for name, stream in self._streams.items()
-            if stream.sequence is None and stream.episode not in asking
-        )
 
     def has_slot(self, sequence: Sequence) -> bool:
         return self._streams[sequence.request.stream_id].slot is not None

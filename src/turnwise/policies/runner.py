@@ -17,7 +17,7 @@ from turnwise.policies.attention import DecodePlan, Plan, PrefillPlan, make_stor
 from turnwise.policies.prefixes import MIN_SHARED_TOKENS, common_prefix
 from turnwise.policies.residents import Residents
 from turnwise.policies.sequences import Sequence, Vocabulary
-from turnwise.policies.vision import ImageInputs
+from turnwise.policies.vision import PreparedImage, pack_images
 from turnwise.sampling import draw_tokens
 from turnwise.types import SamplingParams
 
@@ -35,12 +35,11 @@ class Runner:
         network: Any,  # a transformers model, or a PEFT wrapper of one
         vocabulary: Vocabulary,
         *,
-        images: ImageInputs | None,
+        image_token_id: int | None,
         budget_bytes: int,
     ) -> None:
         self.network = network
-        self.image_token_id = None if images is None else images.image_token_id
-        self._images = images
+        self.image_token_id = image_token_id
         self._budget_bytes = budget_bytes
         self.store = make_store(network, budget_bytes)
         self._device = self.store.keys[0].device
@@ -87,11 +86,8 @@ class Runner:
                 return
         elif slot.length == 0 and (found := residents.best_source(sequence)) is not None:
             self.store.copy_prefix(found[0], slot, found[1])
-        slot.length = min(slot.length, self._last_start(sequence))
-
-    def _last_start(self, sequence: Sequence) -> int:
-        """Where to begin computing at the latest: at least one token is needed for its logits."""
-        return len(sequence.request.prompt_ids) - 1
+        # At least one token is computed, for its logits.
+        slot.length = min(slot.length, len(sequence.request.prompt_ids) - 1)
 
     def _prefill_pack(self, sequences: Many[Sequence]) -> torch.Tensor:
         """Logits after the last prompt token of each sequence: [R, V]."""
@@ -113,14 +109,19 @@ class Runner:
         return logits[0]
 
     def _positions(self, sequences: Many[Sequence], starts: Many[int]) -> tuple[_Ids, dict[str, Any]]:
-        """Rotary positions of the packed new tokens, and the new images."""
-        if self._images is not None:
-            return self._images.prefill_inputs(sequences, starts)
-        parts = []
+        """Rotary positions of the packed new tokens ([1, T], or [3, 1, T] with M-RoPE), and the new images."""
+        parts: list[_Ids] = []
+        images: list[PreparedImage] = []
         for sequence, start in zip(sequences, starts, strict=True):
-            sequence.next_position = len(sequence.request.prompt_ids)
-            parts.append(np.arange(start, sequence.next_position))
-        return np.concatenate(parts)[None], {}
+            if sequence.preparation is None:
+                sequence.next_position = len(sequence.request.prompt_ids)
+                parts.append(np.arange(start, sequence.next_position))
+            else:
+                prompt = sequence.preparation.result()
+                sequence.next_position = prompt.next_position
+                parts.append(prompt.positions[:, start:])
+                images.extend(prompt.images_from(start))
+        return np.concatenate(parts, axis=-1)[..., None, :], pack_images(images, self._device)
 
     @torch.inference_mode()
     def decode(self, sequences: Many[Sequence]) -> None:
@@ -128,7 +129,7 @@ class Runner:
         plan = self._decode_plan(sequences)
         ids = np.array([[sequence.ids[-1]] for sequence in sequences], dtype=np.int64)
         positions = np.array([[sequence.next_position] for sequence in sequences], dtype=np.int64)
-        if self._images is not None:
+        if self.image_token_id is not None:
             positions = np.broadcast_to(positions, (3, *positions.shape)).copy()
         logits = self._forward(ids, positions, plan)
         for sequence in sequences:

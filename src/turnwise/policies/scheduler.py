@@ -1,12 +1,13 @@
 """Decides which sequences run when; owns the one thread that runs the network.
 
-`eager` lets a sequence join between any two steps. `lockstep` starts a batch only when every live stream has asked, takes
-them in an order that does not depend on who came first, and lets nobody join before it is done: the same requests then give the
+`eager` lets a sequence join between any two steps. `lockstep` takes whoever asked at the same moment of the caller's event loop, in an
+order that does not depend on who came first, and lets nobody join before that batch is done: the same requests then give the
 same bits.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import queue
 import threading
 import time
@@ -33,29 +34,25 @@ class Scheduler:
         self._residents = Residents(runner.store, runner.image_token_id)
         self._is_lockstep = is_lockstep
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._expected: set[str] = set()
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._errands: list[Callable[[], None]] = []
-        self._is_full = False
+        self._is_stuck = False
         self._is_open = True
         self._thread = threading.Thread(target=self._run, name="turnwise-engine", daemon=True)
         self._thread.start()
 
     # Called from other threads.
 
-    def submit(self, sequence: Sequence) -> None:
-        self._inbox.put(lambda: self._take(sequence))
+    def post(self, commands: Iterable[Callable[[], None]]) -> None:
+        """Run these on the engine's thread between two steps, with no step between them."""
+        together = tuple(commands)
 
-    def cancel(self, sequence: Sequence) -> None:
-        self._inbox.put(lambda: self._drop(sequence))
+        def run() -> None:
+            for command in together:
+                command()
 
-    def release(self, stream_id: str) -> None:
-        self._inbox.put(lambda: self._forget(stream_id))
-
-    def expect(self, stream_ids: Iterable[str]) -> None:
-        names = tuple(stream_ids)
-        self._inbox.put(lambda: self._expected.update(names))
+        self._inbox.put(run)
 
     def between_batches(self, function: Callable[[], Any]) -> Future[Any]:  # whatever the function returns
         """Run a function on the engine's thread once nothing is being sampled."""
@@ -107,44 +104,41 @@ class Scheduler:
     def _read_inbox(self) -> None:
         """Do what was asked since the last step; with nothing to run, wait until something is asked."""
         try:
-            if not self._running and not self._errands and not self._may_start():
+            if not self._running and not self._errands and (not self._waiting or self._is_stuck):
                 self._inbox.get(timeout=_POLL_S if self._waiting else None)()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
-            self._is_full = False
+            self._is_stuck = False
 
-    def _may_start(self) -> bool:
-        return bool(self._waiting) and not self._is_full and not self._missing()
-
-    def _missing(self) -> list[str]:
-        """The streams that a lockstep batch waits for."""
-        return [*sorted(self._expected), *self._residents.silent()] if self._is_lockstep else []
-
-    def _take(self, sequence: Sequence) -> None:
+    def take(self, sequence: Sequence) -> None:
         try:
             self._residents.join(sequence)
         except PolicyError as error:
             sequence.resolve(error)
             return
-        self._expected.discard(sequence.request.stream_id)
         self._waiting.append(sequence)
 
-    def _drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: Sequence) -> None:
         self._residents.leave(sequence)
-        for queue_ in (self._waiting, self._running):
-            if sequence in queue_:
-                queue_.remove(sequence)
+        for line in (self._waiting, self._running):
+            if sequence in line:
+                line.remove(sequence)
 
-    def _forget(self, stream_id: str) -> None:
-        self._expected.discard(stream_id)
+    def release(self, stream_id: str) -> None:
+        sequence = self._residents.sequence_of(stream_id)
+        if sequence is not None:
+            sequence.resolve(
+                PolicyError(f"stream {stream_id} was released while a completion was being sampled")
+            )
+            self.drop(sequence)
         self._residents.release(stream_id)
 
     def _drop_expired(self) -> None:
         now = time.monotonic()
         for sequence in [s for s in (*self._waiting, *self._running) if s.deadline <= now]:
             sequence.resolve(PolicyError(self._explain_lateness(sequence)))
-            self._drop(sequence)
+            self.drop(sequence)
 
     def _explain_lateness(self, sequence: Sequence) -> str:
         request, start = sequence.request, f"stream {sequence.request.stream_id}"
@@ -153,21 +147,36 @@ class Scheduler:
                 f"{start} had {len(sequence.ids)} of at most {request.sampling.max_new_tokens} tokens when its deadline of "
                 f"{request.deadline_s:g} s passed; raise the deadline or lower max_new_tokens"
             )
-        missing = self._missing()
-        if missing:
-            names = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
-            return (
-                f"{start} waited {request.deadline_s:g} s for {len(missing)} other streams of its lockstep batch ({names}); "
-                "they must ask for a completion or be released"
-            )
+        if self._running or not self._is_stuck:
+            return f"{start} waited {request.deadline_s:g} s for {len(self._running)} sequences to finish; raise the deadline"
         return f"{start} waited {request.deadline_s:g} s for cache memory; raise kv_budget_mb or run fewer episodes at once"
+
+    def _ready(self) -> list[Sequence]:
+        """Waiting sequences whose images are prepared. A lockstep batch waits for all of them."""
+        ready = []
+        for sequence in tuple(self._waiting):
+            preparing = sequence.preparation
+            if preparing is None:
+                ready.append(sequence)
+            elif self._is_lockstep or preparing.done():
+                # Nothing else may start before it is known whether this one takes part.
+                concurrent.futures.wait([preparing], timeout=max(0.0, sequence.deadline - time.monotonic()))
+                error = preparing.exception() if preparing.done() else None
+                if error is not None:
+                    sequence.resolve(error)
+                    self.drop(sequence)
+                elif preparing.done():
+                    ready.append(sequence)
+        return ready
 
     def _admit(self) -> list[Sequence]:
         """The waiting sequences that may start now, each with a slot."""
-        if not self._waiting or self._missing():
+        ready = self._ready()
+        if not ready:
+            self._is_stuck = True
             return []
         # Streams that hold a slot go first: they end sooner, and then their memory is free.
-        line = sorted(self._waiting, key=lambda s: (not self._residents.has_slot(s), s.order))
+        line = sorted(ready, key=lambda s: (not self._residents.has_slot(s), s.order))
         admitted: list[Sequence] = []
         for sequence in line:
             if not self._residents.place(sequence):
@@ -178,7 +187,7 @@ class Scheduler:
             if self._residents.make_room(line[0], line[1:], idle_s=grace_s):
                 admitted.append(line[0])
         self._residents.settle()
-        self._is_full = not admitted
+        self._is_stuck = not admitted
         self._waiting = [sequence for sequence in self._waiting if sequence.slot is None]
         return admitted
 

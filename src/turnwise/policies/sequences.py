@@ -6,14 +6,16 @@ import asyncio
 import codecs
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from turnwise.environment import action_keys
+from turnwise.masking import ActionTracker, TokenBytes
 from turnwise.policies.prefixes import Tokens
 from turnwise.policies.slots import Slot
-from turnwise.policies.tracking import ActionTracker, TokenBytes
+from turnwise.policies.vision import PreparedPrompt
 from turnwise.policy import Request, TokenEvent
 from turnwise.sampling import uniforms
 from turnwise.types import Completion, FinishReason, IntArray, KeptSets
@@ -54,6 +56,8 @@ class Sequence:
         self.ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.slot: Slot | None = None
+        self.preparation: Future[PreparedPrompt] | None = None
+        """Images and positions under way; None for text models."""
         self.next_position = 0
         """The rotary position of the next token; behind the token count when there are images."""
         self._vocabulary = vocabulary

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence as Many
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ import torch
 
 from turnwise.errors import ModelError, PolicyError
 from turnwise.policies.prefixes import image_spans
-from turnwise.policies.sequences import Sequence
+from turnwise.policy import Request
 from turnwise.types import Image, IntArray
 
 _Positions = npt.NDArray[np.int64]
@@ -31,8 +32,22 @@ class PreparedImage(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     grid_thw: tuple[int, int, int]
 
 
+class PreparedPrompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What a prompt with images needs besides its ids."""
+
+    positions: _Positions
+    """[3, T], of the whole stream."""
+    next_position: int
+    spans: list[tuple[int, int]]
+    images: list[PreparedImage]
+
+    def images_from(self, start: int) -> list[PreparedImage]:
+        """The images whose placeholders begin at `start` or later."""
+        return [image for image, span in zip(self.images, self.spans, strict=True) if span[0] >= start]
+
+
 class ImageInputs:
-    """Prepares images once each, and builds the inputs of a prefill that has some."""
+    """Prepares prompts with images; each image is processed once. Callable from any thread, so that sampling need not wait."""
 
     def __init__(
         self, network: Any, image_processor: Any
@@ -41,57 +56,56 @@ class ImageInputs:
         self.image_token_id = int(config.image_token_id)
         self._merge_size = int(config.vision_config.spatial_merge_size)
         self._processor = image_processor
-        self._device = next(network.parameters()).device
-        self._prepared: OrderedDict[str, PreparedImage] = OrderedDict()
+        self._prepared: OrderedDict[str, Future[PreparedImage]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def prepare(self, images: Many[Image]) -> None:
-        """Process images that are not prepared yet; callable from any thread, so that sampling need not wait for it."""
-        for image in images:
-            self._get(image)
+    def prepare(self, request: Request) -> PreparedPrompt:
+        spans = image_spans(request.prompt_ids, self.image_token_id)
+        if len(spans) != len(request.images):
+            raise PolicyError(
+                f"stream {request.stream_id} has {len(spans)} runs of image placeholders but {len(request.images)} images; "
+                "each image needs its own run"
+            )
+        images = [self._prepare_image(image) for image in request.images]
+        positions, next_position = mrope_positions(
+            request.prompt_ids, spans, [image.grid_thw for image in images], self._merge_size
+        )
+        return PreparedPrompt(positions=positions, next_position=next_position, spans=spans, images=images)
 
-    def _get(self, image: Image) -> PreparedImage:
+    def _prepare_image(self, image: Image) -> PreparedImage:
+        """Process the image, or wait for whoever does already."""
         with self._lock:
-            if image.sha256 in self._prepared:
+            future = self._prepared.get(image.sha256)
+            is_mine = future is None
+            if future is None:
+                future = self._prepared[image.sha256] = Future()
+                if len(self._prepared) > _MAX_PREPARED:
+                    self._prepared.popitem(last=False)
+            else:
                 self._prepared.move_to_end(image.sha256)
-                return self._prepared[image.sha256]
+        if is_mine:
+            try:
+                future.set_result(self._process(image))
+            except Exception as error:  # noqa: BLE001  # goes to everyone who waits for the image
+                future.set_exception(error)
+        return future.result()
+
+    def _process(self, image: Image) -> PreparedImage:
         if self._processor is None:
             raise ModelError("a prompt has images but the policy was given no image processor")
         features = self._processor(images=[image.pixels], return_tensors="pt")
-        grid = tuple(int(side) for side in features["image_grid_thw"][0])
-        prepared = PreparedImage(pixel_values=features["pixel_values"], grid_thw=(grid[0], grid[1], grid[2]))
-        with self._lock:
-            self._prepared[image.sha256] = prepared
-            while len(self._prepared) > _MAX_PREPARED:
-                self._prepared.popitem(last=False)
-        return prepared
+        frames, height, width = (int(side) for side in features["image_grid_thw"][0])
+        return PreparedImage(pixel_values=features["pixel_values"], grid_thw=(frames, height, width))
 
-    def prefill_inputs(
-        self, sequences: Many[Sequence], starts: Many[int]
-    ) -> tuple[_Positions, dict[str, torch.Tensor]]:
-        """Positions [3, 1, T] of the new tokens of all sequences, and the images among them."""
-        positions: list[_Positions] = []
-        new_images: list[PreparedImage] = []
-        for sequence, start in zip(sequences, starts, strict=True):
-            request = sequence.request
-            spans = image_spans(request.prompt_ids, self.image_token_id)
-            if len(spans) != len(request.images):
-                raise PolicyError(
-                    f"stream {request.stream_id} has {len(spans)} runs of image placeholders but {len(request.images)} images; "
-                    "each image needs its own run"
-                )
-            prepared = [self._get(image) for image in request.images]
-            grids = [image.grid_thw for image in prepared]
-            whole, sequence.next_position = mrope_positions(
-                request.prompt_ids, spans, grids, self._merge_size
-            )
-            positions.append(whole[:, start:])
-            new_images.extend(image for image, span in zip(prepared, spans, strict=True) if span[0] >= start)
-        extra: dict[str, torch.Tensor] = {}
-        if new_images:
-            extra["pixel_values"] = torch.cat([image.pixel_values for image in new_images]).to(self._device)
-            extra["image_grid_thw"] = torch.tensor([image.grid_thw for image in new_images]).to(self._device)
-        return np.concatenate(positions, axis=1)[:, None], extra
+
+def pack_images(images: Many[PreparedImage], device: torch.device) -> dict[str, torch.Tensor]:
+    """The model's keyword arguments for images in the order of their placeholders."""
+    if not images:
+        return {}
+    return {
+        "pixel_values": torch.cat([image.pixel_values for image in images]).to(device),
+        "image_grid_thw": torch.tensor([image.grid_thw for image in images]).to(device),
+    }
 
 
 def mrope_positions(

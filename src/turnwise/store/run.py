@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 METRICS = "metrics.jsonl"
+WEIGHTS = "weights.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 
 
@@ -101,7 +102,8 @@ class Run:
         self._log(EVALUATIONS).append({"step": num_updates, "time": time.time(), **evaluation})
 
     def save_weights(self, version: int, weights: Mapping[str, torch.Tensor], fingerprint: str) -> None:
-        """Keep the weights of one policy version for `turnwise verify`, when they are small enough."""
+        """Note which weights are this policy version; keep them for `turnwise verify` when they are small enough."""
+        self._log(WEIGHTS).append({"version": version, "fingerprint": fingerprint})
         size_mb = sum(tensor.numel() * tensor.element_size() for tensor in weights.values()) / 2**20
         if size_mb > self.config.storage.keep_weights_mb:
             return
