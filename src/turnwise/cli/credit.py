@@ -100,6 +100,8 @@ def view(
         else:
             print_json({"file": str(run), "steps": msgspec.to_builtins(steps)})
         return
+    if not (run / "episodes.jsonl").is_file():
+        raise StoreError(f"{run} is neither a run folder with episodes nor a saved steps file")
     if episode is None:
         views, total = _list_episodes(run, reward, limit)
         if as_json:
