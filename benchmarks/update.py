@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -240,9 +239,16 @@ def print_peak(case_index: int, method: str) -> None:
         parameter.grad = torch.zeros_like(parameter)
     small = make_inputs(Case(name="", groups=1, size=2, prompt=4, turns=1, given=0, sampled=2))
     plain_update(network, small)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Forget the peak so far; what getrusage says of it includes the parent's.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory_mb("VmRSS")
     methods(network, case, inputs)[method]()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print(memory_mb("VmHWM") - before)
+
+
+def memory_mb(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024
 
 
 def measure_trl(python: str, repeats: int) -> dict[str, object]:
