@@ -137,16 +137,15 @@ async def test_nonsense_from_an_environment_is_named(make_rollouts, where, words
     assert words in group.episodes[0].failure.error
 
 
-async def test_an_episode_without_an_action_is_dropped_or_kept_as_configured(make_rollouts):
-    (dropped,) = await collect(make_rollouts(lambda messages: "I will not", max_turns=2))
-    assert dropped.episodes[0].failure.stage == "mask"
-    assert dropped.episodes[0].num_retries == 0
-    (kept,) = await collect(
-        make_rollouts(lambda messages: "I will not", max_turns=2, drop_masking_failures=False)
-    )
+async def test_an_episode_without_an_action_is_kept_or_dropped_as_configured(make_rollouts):
+    (kept,) = await collect(make_rollouts(lambda messages: "I will not", max_turns=2))
     assert kept.episodes[0].failure is None
     assert not kept.episodes[0].is_valid
     assert kept.episodes[0].turns[0].num_action_tokens == 0
+    rollouts = make_rollouts(lambda messages: "I will not", max_turns=2, drop_masking_failures=True)
+    (dropped,) = await collect(rollouts)
+    assert dropped.episodes[0].failure.stage == "mask"
+    assert dropped.episodes[0].num_retries == 0
 
 
 async def test_every_environment_is_closed(make_rollouts):

@@ -67,7 +67,7 @@ class RolloutConfig(_Section):
     """Let only actions through that fit the environment's schema (needs the extra `grammar`)."""
     min_action_tokens: int = Field(1, ge=0)
     max_action_tokens: int = Field(100, ge=1)
-    drop_masking_failures: bool = True
+    drop_masking_failures: bool = False
     """Leave an episode out of baselines and training when the action tokens of a turn could not be found."""
     history: Literal["keep", "fork", "error"] = "fork"
     """When the chat template rewrites history: keep the sampled tokens, open a new stream, or stop."""
@@ -204,6 +204,8 @@ LOSS_AGGREGATION = {
 
 class LossConfig(_Section):
     name: Literal["reinforce", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "ppo"
+    tokens: Literal["action", "completion"] = "action"
+    """Which sampled tokens carry loss: the action's, or the reasoning's too. A turn without an action trains whole."""
     aggregate: Literal["token", "turn", "episode"] | None = None
     """What counts once in the mean: every token, every turn or every episode; None takes the loss's own choice."""
     clip_low: float | None = Field(None, ge=0.0)

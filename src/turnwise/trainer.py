@@ -79,6 +79,7 @@ async def train(run: Run, stages: Stages, watch: Watch, *, first_step: int = 0) 
                         advantages,
                         tokens_per_pack=config.training.tokens_per_pack,
                         use_trees=config.training.use_token_trees,
+                        tokens=config.loss.tokens,
                     )
                 )
             with clock.time("deliver"):
