@@ -284,3 +284,36 @@ def test_the_command_prints_json_and_says_by_its_exit_code_whether_all_holds(run
     bad = CliRunner().invoke(app, ["verify", str(run), "--json"])
     assert bad.exit_code == 1
     assert json.loads(bad.stdout.splitlines()[-1])["is_verified"] is False
+
+
+def test_a_run_with_images_is_verified_and_a_changed_pixel_is_not(tmp_path):
+    from turnwise.models.tiny_vision import make_tiny_vision
+
+    model = make_tiny_vision(tmp_path / "model")
+    config = CONFIG.with_overrides(
+        [
+            f"model.path={model}",
+            "environment.name=navigation",
+            "rollout.max_new_tokens=16",
+            "rollout.top_p=0.95",
+        ]
+    ).to_dict()
+    config["environment"]["params"] = {
+        "generate": {"num_train_scenes": 2, "num_eval_scenes": 1, "max_rooms": 1}, "width": 64, "height": 64,
+    }  # fmt: skip
+    folder = tmp_path / "run"
+    asyncio.run(make_run(folder, Config.from_dict(config)))
+    result = verify_run(folder)
+    assert result.problems == ()
+    assert result.is_verified
+    assert result.max_logprob_gap is not None
+    assert result.max_logprob_gap < 1e-4
+    import PIL.Image
+
+    path = next((folder / "images").rglob("*.png"))
+    pixels = np.array(PIL.Image.open(path))
+    pixels[3, 4, 0] ^= 8
+    PIL.Image.fromarray(pixels).save(path)
+    result = verify_run(folder)
+    assert result.hash_mismatches == 1
+    assert path.stem in result.problems[0]
