@@ -127,6 +127,13 @@ def test_a_function_that_makes_environments_lets_episodes_run_together(simulator
     assert [episode.episode_id for episode in seen] == list(episodes.episode_ids)
     assert [len(wave) for wave in (episodes[:4], episodes[8:])] == [4, 2]
     assert episodes[-1].episode_id == "ep010"
+    assert all(episode.final_reward == 1.0 for episode in episodes)
+
+
+def test_a_class_of_environments_makes_them(simulator, tmp_path):
+    collector = EpisodeBatchCollector(simulator, CountingGame, tmp_path)
+    assert [episode.final_reward for episode in collector.collect_batch(num_episodes=2)] == [1.0, 1.0]
+    assert collector.collect_episode(initial_pose={"target": 1}).final_reward == 1.0
 
 
 def test_an_environment_that_can_be_cloned_is(simulator, tmp_path):
