@@ -15,7 +15,7 @@ LAYERS = [
     {"action_tracker", "policy", "renderer", "masking", "rewards", "advantages", "losses", "schedule", "grammar", "sampling", "objective"},
     {"streams", "tasks", "credit", "samples", "token_tree", "packs", "logprobs", "tree_attention", "store"},
     {"rollout", "environments", "policies", "models", "minibatch", "reference", "value_head", "aborted"},
-    {"learner", "batch", "evaluate", "worker", "branching", "view", "simulator", "collector", "rescoring", "audit", "tally", "rescore"},
+    {"learner", "batch", "evaluate", "worker", "branching", "view", "simulator", "collector", "teacher_forcing", "audit", "tally", "rescore"},
     {"trainer", "verify", "doctor", "tracking"},
     {"demo"},
     {"cli"},
