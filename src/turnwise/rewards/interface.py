@@ -57,6 +57,11 @@ def _metric(value: Any) -> Any:  # a bare number is the common case
 Metrics = dict[str, Annotated[MetricResult, BeforeValidator(_metric)]]
 
 
+def as_metrics(figures: Mapping[str, float]) -> dict[str, MetricResult]:
+    """Plain numbers as metrics, for type checkers; a result also accepts the numbers themselves."""
+    return {name: MetricResult(score=figure) for name, figure in figures.items()}
+
+
 class StepOutput(_Result):
     """What one step of the episode deserves."""
 

@@ -100,6 +100,7 @@ def _bubblewrap_options(extra: tuple[str, ...]) -> list[str]:
     else:
         options += ["--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
     options += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    options += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]  # noqa: S108 - the sandbox's own
     shown = _outermost((*python_roots(), *extra))
     folders = {str(parent) for path in shown for parent in Path(path).parents if str(parent) != "/"}
     for folder in sorted(folders):
@@ -110,7 +111,6 @@ def _bubblewrap_options(extra: tuple[str, ...]) -> list[str]:
             options += ["--symlink", os.readlink(path), path]
         else:
             options += ["--ro-bind", path, path]
-    options += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]  # noqa: S108 - the sandbox's own
     # Nothing in the sandbox can be written: no call can leave a file behind for the next.
     for path in ("/dev", "/tmp", "/"):  # noqa: S108 - the sandbox's own
         options += ["--remount-ro", path]
