@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,14 +10,23 @@ from turnwise.environments.navigation.presets import SMALL_ROOMS
 from turnwise.fingerprint import fingerprint
 from turnwise.imitate import (
     ImitationOptions,
+    ImitationReport,
     Lesson,
     collect_lessons,
     lesson_loss,
+    measure,
     play_lesson,
+    small_rooms_config,
     teach,
     to_patches,
+    write_model_card,
 )
-from turnwise.models.tiny_vision import build_image_processor, build_network, build_tokenizer
+from turnwise.models.tiny_vision import (
+    build_image_processor,
+    build_network,
+    build_tokenizer,
+    make_tiny_vision,
+)
 from turnwise.renderer import Renderer
 from turnwise.types import Image
 
@@ -89,3 +100,15 @@ def test_teaching_lowers_the_loss_and_repeats_for_a_seed(renderer: Renderer) -> 
         assert losses[-1] < 0.85 * losses[0]
         prints.append(fingerprint(dict(network.state_dict())))
     assert prints[0] == prints[1]
+
+
+async def test_a_fresh_model_is_measured_and_described(tmp_path: Path) -> None:
+    folder = make_tiny_vision(tmp_path / "model", seed=0)
+    config = small_rooms_config(str(folder), num_tasks=2).with_overrides(["rollout.max_turns=1"])
+    evaluation = await measure(config)
+    assert (evaluation.num_episodes, evaluation.num_failed) == (2, 0)
+    report = ImitationReport(num_lessons=4, num_tokens=1000, losses=(2.0, 1.0), seconds=60.0)
+    write_model_card(folder, ImitationOptions(), report, evaluation)
+    text = (folder / "README.md").read_text()
+    assert "--seed 0" in text
+    assert "2 held-out tasks" in text
