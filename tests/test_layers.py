@@ -80,6 +80,7 @@ LEVEL = {
     "verify": 7,
     "branch_run": 8,
     "demo": 8,
+    "imitate": 8,
     "cli": 9,
     "__main__": 10,
 }
