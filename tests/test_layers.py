@@ -15,10 +15,11 @@ LAYERS = [
     {"action_tracker", "policy", "renderer", "masking", "rewards", "advantages", "losses", "schedule", "grammar", "sampling", "objective"},
     {"streams", "tasks", "credit", "samples", "token_tree", "packs", "logprobs", "tree_attention", "store"},
     {"rollout", "environments", "policies", "models", "minibatch", "reference", "value_head", "aborted"},
-    {"learner", "batch", "evaluate", "rescore", "worker", "branching", "view", "simulator", "collector"},
+    {"learner", "batch", "evaluate", "worker", "branching", "view", "simulator", "collector", "rescoring", "audit", "tally", "rescore"},
     {"trainer", "verify", "doctor", "tracking"},
     {"demo"},
     {"cli"},
+    {"__main__"},
 ]  # fmt: skip
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

@@ -15,6 +15,7 @@ _HOMES = {
     "turnwise.advantages": (
         "Gigpo", "compute_advantages", "compute_loo_baseline", "gae", "gigpo", "grpo", "reinforce_plus_plus", "rloo",
     ),
+    "turnwise.collector": ("EpisodeBatchCollector",),
     "turnwise.config": (
         "Config", "get_debug_config", "get_full_scale_config", "get_small_scale_config",
     ),
@@ -28,6 +29,7 @@ _HOMES = {
     "turnwise.masking": ("ActionTokenMasker", "ActionTracker", "TokenBytes"),
     "turnwise.policy": ("Policy", "Request"),
     "turnwise.renderer": ("Renderer",),
+    "turnwise.simulator": ("EpisodeSimulator",),
     "turnwise.streams": ("Conversation",),
     "turnwise.rewards.interface": ("EvaluateResult", "MetricResult", "StepOutput", "reward_function"),
     "turnwise.rewards.score": ("Rewards", "build_rewards", "score_groups"),

@@ -22,6 +22,8 @@ app = typer.Typer(
 
 
 # One module per subject; each has `register(app)`.
+_SUBJECTS: tuple[str, ...] = ("demo", "training", "models", "verify")
+_SUBJECTS: tuple[str, ...] = ("demo", "training", "models", "scenes")
 _SUBJECTS: tuple[str, ...] = ("demo", "training", "models", "rewards")
 
 for _subject in _SUBJECTS:

@@ -25,9 +25,17 @@ ACTION_SCHEMA: dict[str, Json] = {
 
 
 def build_frozenlake(
-    *, size: int = 4, ice: float = 0.8, min_distance: int = 2, max_distance: int | None = None
+    *,
+    size: int = 4,
+    ice: float = 0.8,
+    min_distance: int = 2,
+    max_distance: int | None = None,
+    invalid_reward: float = -0.1,
 ) -> GymSpec:
-    """Maps of `size` × `size` with a share of `ice`; start and goal are `min_distance` to `max_distance` moves apart."""
+    """Maps of `size` × `size` with a share of `ice`; start and goal are `min_distance` to `max_distance` moves apart.
+
+    Reaching the goal pays 1. An action that is no move costs a little: standing still must not be the safe way out.
+    """
     if not 2 <= size <= 9:
         raise ConfigError(f"frozenlake size is {size}; use 2 to 9")
     if not 0.3 <= ice <= 1.0:
@@ -50,6 +58,7 @@ def build_frozenlake(
             action_schema=ACTION_SCHEMA,
             read_action=_read_move,
             state_key=_position,
+            invalid_reward=invalid_reward,
         ),
     )
 

@@ -29,10 +29,12 @@ class GymEnvironment:
         state_key: Callable[[GymEnv, Any], Json] | None = None,
         is_success: Callable[[float, bool], bool] = lambda reward, terminated: terminated and reward > 0,
         instructions: str = "",
+        invalid_reward: float = 0.0,
     ) -> None:
         """
         `describe(env, observation)` is what the agent reads; `read_action(value)` turns its JSON object into the
-        gym action and raises ValueError when it cannot; `state_key(env, observation)` names the situation.
+        gym action and raises ValueError when it cannot; `state_key(env, observation)` names the situation;
+        `invalid_reward` is paid for an action that cannot be carried out.
         """
         self._make = make
         self._describe = describe
@@ -40,6 +42,7 @@ class GymEnvironment:
         self._state_key = state_key
         self._is_success = is_success
         self._instructions = instructions
+        self._invalid_reward = invalid_reward
         self._schema = action_schema
         self._env: GymEnv | None = None
         self._last: Any = None  # the gym observation the agent is looking at
@@ -63,6 +66,7 @@ class GymEnvironment:
         except ValueError as error:
             return Transition(
                 observation=self._observe(f"Invalid action: {error}."),
+                reward=self._invalid_reward,
                 is_action_valid=False,
                 metrics={"success": 0.0},
             )

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
+import msgspec
+
 from turnwise.errors import ContextOverflowError, PolicyError
 from turnwise.fingerprint import fingerprint
-from turnwise.policies.runner import Runner
+from turnwise.policies.runner import Runner, Statistics
 from turnwise.policies.scheduler import Scheduler
 from turnwise.policies.sequences import Sequence, Vocabulary
 from turnwise.policies.vision import ImageInputs
@@ -45,6 +47,7 @@ class LocalPolicy:
             image_token_id=None if self._images is None else self._images.image_token_id,
             budget_bytes=kv_budget_mb * 2**20,
         )
+        self._runner = runner
         self._max_cached = runner.store.memory.largest_free
         self._scheduler = Scheduler(runner, is_lockstep=schedule == "lockstep", version=version)
         self._handovers: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
@@ -54,6 +57,11 @@ class LocalPolicy:
     @property
     def version(self) -> int:
         return self._scheduler.version
+
+    @property
+    def statistics(self) -> Statistics:
+        """What has been computed so far, and how long the model took for it."""
+        return msgspec.structs.replace(self._runner.statistics)
 
     async def complete(
         self, request: Request, *, on_token: Callable[[TokenEvent], None] | None = None

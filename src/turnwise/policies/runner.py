@@ -5,10 +5,12 @@ The only code that touches the network. It knows nothing of who waits or when to
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -27,6 +29,21 @@ _PREFILL_TOKENS = 4096
 _Ids = npt.NDArray[np.int64]
 
 
+class Statistics(msgspec.Struct, kw_only=True):
+    """What a runner has done so far."""
+
+    num_steps: int = 0
+    """Forward passes."""
+    num_prefilled: int = 0
+    """Prompt tokens computed."""
+    num_shared: int = 0
+    """Prompt tokens copied from another stream's slot."""
+    num_decoded: int = 0
+    """Sampled tokens fed back."""
+    model_s: float = 0.0
+    """Seconds inside forward passes."""
+
+
 class Runner:
     """A network, its slots and its sampler."""
 
@@ -43,7 +60,9 @@ class Runner:
         self._budget_bytes = budget_bytes
         self.store = make_store(network, budget_bytes)
         self._device = self.store.keys[0].device
-        self._banned_ids = torch.from_numpy(vocabulary.banned_ids.astype(np.int64)).to(self._device)
+        self._banned_V = torch.zeros(vocabulary.size, device=self._device)
+        self._banned_V[torch.from_numpy(vocabulary.banned_ids.astype(np.int64))] = float("-inf")
+        self.statistics = Statistics()
         self._plan: DecodePlan | None = None
         self._planned: list[Sequence] = []
 
@@ -80,12 +99,14 @@ class Runner:
         if source is not None:
             assert source.slot is not None
             self.store.copy_prefix(source.slot, slot, length)
+            self.statistics.num_shared += length
             if length == len(sequence.request.prompt_ids) == source.slot.length:
                 logits[sequence] = logits[source]
                 sequence.next_position = source.next_position
                 return
         elif slot.length == 0 and (found := residents.best_source(sequence)) is not None:
             self.store.copy_prefix(found[0], slot, found[1])
+            self.statistics.num_shared += found[1]
         # At least one token is computed, for its logits.
         slot.length = min(slot.length, len(sequence.request.prompt_ids) - 1)
 
@@ -98,6 +119,7 @@ class Runner:
         ]
         counts = [len(part) for part in parts]
         positions, extra = self._positions(sequences, starts)
+        self.statistics.num_prefilled += sum(counts)
         last = torch.from_numpy(np.cumsum(counts) - 1).to(self._device)
         plan = PrefillPlan(self.store, list(zip(slots, counts, strict=True)))
         logits = self._forward(
@@ -134,6 +156,7 @@ class Runner:
         logits = self._forward(ids, positions, plan)
         for sequence in sequences:
             sequence.take_in_last_token()
+        self.statistics.num_decoded += len(sequences)
         self._sample(sequences, logits[:, 0])
 
     def _decode_plan(self, sequences: Many[Sequence]) -> DecodePlan:
@@ -145,6 +168,7 @@ class Runner:
         return self._plan
 
     def _forward(self, ids: _Ids, positions: _Ids, plan: Plan, **kwargs: Any) -> torch.Tensor:
+        started_at = time.perf_counter()
         with slots_in_charge(self.network):
             output = self.network(
                 input_ids=torch.from_numpy(ids).to(self._device),
@@ -154,24 +178,44 @@ class Runner:
                 **kwargs,
             )
         logits: torch.Tensor = output.logits
+        self.statistics.num_steps += 1
+        self.statistics.model_s += time.perf_counter() - started_at
         return logits
 
     def _sample(self, sequences: Many[Sequence], logits_RV: torch.Tensor) -> None:
+        logits_RV = logits_RV.float().add_(self._banned_V)
+        allowed_RV = self._apply_grammars(sequences, logits_RV)
         by_sampling: dict[SamplingParams, list[int]] = {}
         for row, sequence in enumerate(sequences):
             by_sampling.setdefault(sequence.request.sampling, []).append(row)
         for sampling, rows in by_sampling.items():
             chosen = [sequences[row] for row in rows]
+            is_whole = len(by_sampling) == 1
             draw = draw_tokens(
-                logits_RV if len(by_sampling) == 1 else logits_RV[rows],
+                logits_RV if is_whole else logits_RV[rows],
                 sampling,
                 np.array([sequence.next_uniform for sequence in chosen]),
-                banned_ids=self._banned_ids,
+                allowed_RV=allowed_RV if is_whole or allowed_RV is None else allowed_RV[rows],
             )
             for sequence, token_id, logprob, kept in zip(
                 chosen, draw.token_ids.tolist(), draw.logprobs.tolist(), draw.kept, strict=True
             ):
                 sequence.push(token_id, logprob, kept)
+
+    def _apply_grammars(self, sequences: Many[Sequence], logits_RV: torch.Tensor) -> torch.Tensor | None:
+        """Ban what a grammar bans throughout; return what may be sampled where an action is open, or None."""
+        allowed_RV: torch.Tensor | None = None
+        for row, sequence in enumerate(sequences):
+            if sequence.grammar is None or sequence.constraint is None:
+                continue
+            banned = torch.from_numpy(sequence.grammar.banned_ids.astype(np.int64)).to(self._device)
+            logits_RV[row].index_fill_(0, banned, float("-inf"))
+            allowed = sequence.constraint.allowed()
+            if allowed is not None:
+                if allowed_RV is None:
+                    allowed_RV = torch.ones(logits_RV.shape, dtype=torch.bool, device=self._device)
+                allowed_RV[row] = torch.from_numpy(allowed).to(self._device)
+        return allowed_RV
 
 
 def _phases(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.environment import action_keys
+from turnwise.grammar import ActionGrammar, ActionGrammars
 from turnwise.masking import ActionTracker, TokenBytes
 from turnwise.policies.prefixes import Tokens
 from turnwise.policies.slots import Slot
@@ -32,6 +33,26 @@ class Vocabulary:
         self.end_ids = _end_ids(tokenizer, network)
         self.size = int(network.config.get_text_config().vocab_size)
         self.banned_ids = _banned_ids(tokenizer, network, self.end_ids, self.size)
+        self._grammars: ActionGrammars | None = None
+        self._banned_under: dict[ActionGrammar, IntArray] = {}
+
+    def grammar(self, request: Request) -> ActionGrammar | None:
+        """The grammar a request asks for; compiled when it is first asked for."""
+        if not request.sampling.use_grammar:
+            return None
+        if self._grammars is None:
+            self._grammars = ActionGrammars(
+                self.tokenizer, self.bytes, vocab_size=self.size, end_ids=self.end_ids
+            )
+        return self._grammars.compile(request.action_schema)
+
+    def banned_under(self, grammar: ActionGrammar | None) -> IntArray:
+        """Every id that cannot be sampled anywhere in a completion."""
+        if grammar is None:
+            return self.banned_ids
+        if grammar not in self._banned_under:
+            self._banned_under[grammar] = np.union1d(self.banned_ids, grammar.banned_ids)
+        return self._banned_under[grammar]
 
     def text(self, ids: list[int]) -> str:
         """The completion as people read it, without the token that ended the turn."""
@@ -67,6 +88,10 @@ class Sequence:
         self._uniforms = uniforms(request.seed, request.sampling.max_new_tokens)
         self._logprobs: list[float] = []
         self._kept: list[IntArray] = []
+        self.grammar = vocabulary.grammar(request)
+        self.constraint = (
+            None if self.grammar is None else self.grammar.start(request.sampling.max_new_tokens)
+        )
         self._tracker = ActionTracker(vocabulary.bytes, action_keys(request.action_schema))
 
     @property
@@ -105,9 +130,10 @@ class Sequence:
         self._kept.append(kept)
         was_open, sampling = self._tracker.is_open, self.request.sampling
         is_closed = self._tracker.push(token_id)
+        is_complete = self.constraint is not None and self.constraint.push(token_id)
         if token_id in self._vocabulary.end_ids:
             self.finish_reason = FinishReason.END
-        elif is_closed and sampling.stop_at_action:
+        elif is_complete or (is_closed and sampling.stop_at_action):
             self.finish_reason = FinishReason.ACTION
         elif len(self.ids) == sampling.max_new_tokens:
             self.finish_reason = FinishReason.LENGTH
@@ -133,7 +159,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             policy_version=policy_version,
             kept=KeptSets.from_rows(self._kept) if is_cut else None,
-            banned_ids=self._vocabulary.banned_ids,
+            banned_ids=self._vocabulary.banned_under(self.grammar),
         )
 
     def resolve(self, outcome: Completion | BaseException) -> None:

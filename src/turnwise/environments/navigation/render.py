@@ -101,26 +101,37 @@ class RayCaster:
         rotation = world_from_camera[:3, :3].astype(np.float32)
         # The camera's directions have z = 1, so the distance along a ray is the planar depth itself.
         hits = self._cast(world_from_camera[:3, 3].astype(np.float32), directions_P3 @ rotation.T)
-        faces, depth_P = hits["primID"], hits["tfar"]
-        is_miss = faces < 0
-        faces = np.where(is_miss, len(self._colors) - 1, faces)
-        if self._is_flat:
-            colors_P3 = self._colors[faces]
-        else:
-            parts = self._colors[faces]
-            mixed = parts[:, 0] + hits["u"][:, None] * parts[:, 1] + hits["v"][:, None] * parts[:, 2]
-            colors_P3 = mixed.astype(np.uint8)
-        depth_P = np.where(is_miss, np.float32(0), depth_P)
+        colors_P3 = self._color(hits)
+        depth_P = np.where(hits["primID"] < 0, np.float32(0), hits["tfar"])
         pixels = np.empty_like(colors_P3)
         depth = np.empty_like(depth_P)
         pixels[order], depth[order] = colors_P3, depth_P
         shape = (camera.height, camera.width)
         return Frame(pixels=pixels.reshape(*shape, 3), depth=depth.reshape(shape))
 
+    def look_down(self, low: Doubles, high: Doubles, pixel_m: float, from_z: float) -> Bytes:
+        """The scene seen straight from above, everything over `from_z` cut away; row 0 is the largest y."""
+        xs = np.arange(low[0] + pixel_m / 2, high[0], pixel_m)
+        ys = np.arange(low[1] + pixel_m / 2, high[1], pixel_m)[::-1]
+        grid_y, grid_x = np.meshgrid(ys, xs, indexing="ij")
+        origins_P3 = np.stack([grid_x.ravel(), grid_y.ravel(), np.full(grid_x.size, from_z)], axis=1).astype(
+            np.float32
+        )
+        hits = self._scene.run(origins_P3, np.array([[0, 0, -1]], dtype=np.float32), output=True)
+        return self._color(hits).reshape(len(ys), len(xs), 3)
+
     def hit_distance(self, origin: Doubles, direction: Doubles) -> float | None:
         """How far a ray goes before it meets the mesh, in lengths of `direction`; None when it never does."""
         hits = self._cast(origin.astype(np.float32), direction.astype(np.float32)[None])
         return None if hits["primID"][0] < 0 else float(hits["tfar"][0])
+
+    def _color(self, hits: dict[str, Floats]) -> Bytes:
+        # The last row is the background, which is what a miss's -1 picks.
+        parts = self._colors[hits["primID"]]
+        if self._is_flat:
+            return np.asarray(parts, dtype=np.uint8)
+        mixed = parts[:, 0] + hits["u"][:, None] * parts[:, 1] + hits["v"][:, None] * parts[:, 2]
+        return np.asarray(mixed, dtype=np.uint8)
 
     def _cast(self, origin: Floats, directions_P3: Floats) -> dict[str, Floats]:
         origins_P3 = np.empty_like(directions_P3)
