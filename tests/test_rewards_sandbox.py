@@ -250,6 +250,9 @@ def test_files_outside_cannot_be_read(sandbox: SandboxEvaluator, tmp_path: Path)
     places += [f"/proc/{os.getpid()}/environ", f"/proc/{os.getpid()}/root/etc/passwd"]
     for place in places:
         outcome = call(sandbox, "reads", place)
+        if place == "/proc/1/environ" and outcome.error is None:
+            assert outcome.results[0].reason == ""  # bubblewrap's own process, started with nothing
+            continue
         assert outcome.results == (), place
         assert "Error" in str(outcome.error)
     for place in (str(tmp_path), "/etc/ssl", "/home", "/var"):
