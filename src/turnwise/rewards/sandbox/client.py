@@ -99,7 +99,8 @@ class Zygote:
             "num_processes": launch.process_limit(self.tier),
             "memory_mb": limits.memory_mb,
             "import_memory_mb": limits.memory_mb + limits.import_memory_mb,
-            "cpu_s": int(limits.timeout_s) + 2,
+            # For the case that nobody is left to watch the clock; threads may use several cores.
+            "cpu_s": int(4 * limits.timeout_s) + 2,
             "max_result_bytes": limits.max_result_bytes,
         }
         content = msgspec.json.encode(setup)
