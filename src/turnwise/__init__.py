@@ -39,6 +39,7 @@ _HOMES = {
         "Action", "Completion", "Episode", "Group", "Image", "Message", "Observation", "SamplingParams", "Task",
         "TokenStream", "Transition", "Turn",
     ),
+    "turnwise.worker": ("AgentPolicy", "RLRolloutWorker", "TaskDefinition"),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

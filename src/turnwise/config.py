@@ -213,6 +213,8 @@ class LossConfig(_Section):
     dual_clip: float | None = Field(None, gt=1.0)
     """ppo: bound on the loss of negative advantages."""
     entropy_coefficient: float = 0.0
+    value_coefficient: float = Field(0.0, ge=0.0)
+    """Weight of the value head's squared error, for credit.estimator gae; 0 keeps no value head."""
     kl_coefficient: float = Field(0.0, ge=0.0)
     """0 keeps no reference model."""
     kl_kind: Literal["k1", "k2", "k3"] | None = None
@@ -326,6 +328,11 @@ class Config(_Section):
         if self.loss.reference == "adapter_off" and self.model.lora is None:
             raise ValueError(
                 "loss.reference is adapter_off but model.lora is not set; add a LoRA section or use frozen"
+            )
+        if self.loss.value_coefficient and self.credit.estimator != "gae":
+            raise ValueError(
+                f"loss.value_coefficient is {self.loss.value_coefficient} but credit.estimator {self.credit.estimator} reads no "
+                "values; choose gae or remove the line"
             )
         if self.credit.estimator in ("rloo", "grpo", "gigpo") and self.rollout.group_size < 2:
             raise ValueError(
