@@ -101,7 +101,7 @@ def _attack(tier: str) -> Probe:
         keywords = {
             "secret": str(secret),
             "outside": str(Path(folder) / "outside"),
-            "variable": next(iter(os.environ), "PATH"),
+            "variable": next((name for name in os.environ if not name.endswith("_THREADS")), "PATH"),
         }
         try:
             evaluator = SandboxEvaluator(
