@@ -7,6 +7,21 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "turnwise"
 
+# A module may import what stands in the same layer only where that is listed below, and anything above it.
+LAYERS = [
+    {"errors"},
+    {"types"},
+    {"config", "environment", "fingerprint", "columns", "state_keys", "json_parse", "token_bytes"},
+    {"action_tracker", "policy", "renderer", "masking", "rewards", "advantages", "losses", "schedule", "grammar", "sampling", "objective"},
+    {"streams", "tasks", "credit", "samples", "token_tree", "packs", "logprobs", "tree_attention", "store"},
+    {"rollout", "environments", "policies", "models", "minibatch", "reference", "value_head", "aborted"},
+    {"learner", "batch", "evaluate", "worker", "branching", "view", "simulator", "collector", "teacher_forcing", "audit", "tally", "rescore"},
+    {"trainer", "verify", "doctor", "tracking"},
+    {"demo"},
+    {"cli"},
+    {"__main__"},
+]  # fmt: skip
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # Layer and room, one a line. A module may import from its own layer and from those with a smaller number.
 LEVEL = {
     "errors": 0,
@@ -65,6 +80,7 @@ LEVEL = {
     "verify": 7,
     "branch_run": 8,
     "demo": 8,
+    "imitate": 8,
     "cli": 9,
     "__main__": 10,
 }

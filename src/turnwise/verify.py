@@ -18,11 +18,11 @@ from turnwise.audit import EpisodeAudit, Findings
 from turnwise.fingerprint import fingerprint
 from turnwise.models.loading import LoadedModel, load_model
 from turnwise.policies.weights import load_into
-from turnwise.rescoring import IMPOSSIBLE, Rescorer, ScoreJob
 from turnwise.store.checkpoints import load_checkpoint
 from turnwise.store.episodes import EPISODES
 from turnwise.store.log import read_records
 from turnwise.store.run import WEIGHTS, read_config
+from turnwise.teacher_forcing import IMPOSSIBLE, ScoreJob, TeacherForcing
 from turnwise.types import Episode
 
 _EPISODES_AT_ONCE = 256
@@ -115,7 +115,7 @@ class _Scoring:
     def __init__(self, folder: Path, model: LoadedModel, findings: Findings, tolerance: float) -> None:
         self._findings = findings
         self._weights = _Weights(folder, model)
-        self._rescorer = Rescorer(model.network, model.image_processor)
+        self._teacher_forcing = TeacherForcing(model.network, model.image_processor)
         self.tolerance = tolerance
         self.gaps: list[npt.NDArray[np.float64]] = []
 
@@ -137,7 +137,7 @@ class _Scoring:
                     "unscored_tokens", f"the run keeps no weights of policy version {version}", missing
                 )
                 continue
-            gaps = self._rescorer.gaps([job for _, job in items])
+            gaps = self._teacher_forcing.gaps([job for _, job in items])
             for (episode, job), gap in zip(items, gaps, strict=True):
                 self.gaps.append(gap)
                 self._note_gaps(episode, job, gap, version)

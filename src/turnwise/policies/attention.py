@@ -1,15 +1,16 @@
-"""Attention over slots: the function that models call instead of their own while `LocalPolicy` runs them.
+"""Attention over slots.
 
-A forward pass carries a `Plan`: where the new keys and values go, and which slots each query may look at. Models find the function by
-name (`network.config._attn_implementation`) and hand the plan through as a keyword.
+A forward pass of `LocalPolicy` carries a `Plan`: where the new keys and values go, and which slots each query may look at. Models hand
+keywords through to the attention function that their config names; that function is wrapped here, so that it serves slots when a plan
+is there and does what it always did when not. Others may use the same network at the same time.
 
 Dimensions: R decoding rows, T packed prompt tokens, H query heads, G key-value heads, L cached tokens, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from transformers import AttentionInterface
 from turnwise.errors import ModelError
 from turnwise.policies.slots import Slot, SlotStore
 
-NAME = "turnwise_slots"
+# Models skip building a mask of their own when they are given one of four dimensions; slots need none.
+NO_MASK = torch.zeros(1, 1, 1, 1)
 
 
 class DecodePlan:
@@ -167,10 +169,32 @@ def attend_to_slots(
     return slot_plan.attend(layer, query_RHTD, scaling), None
 
 
-AttentionInterface.register(NAME, attend_to_slots)
+def serve_slots(network: Any) -> None:  # a transformers model or a PEFT wrapper of one
+    """Make the attention function that the network's text layers use serve slots, whichever it is."""
+    config = network.config.get_text_config()
+    functions = AttentionInterface()
+    name = config._attn_implementation
+    if name not in functions:
+        # `eager` is each model's own code and cannot be wrapped.
+        config._attn_implementation_internal = name = "sdpa"
+    usual = functions[name]
+    if getattr(usual, "serves_slots", False):
+        return
+
+    @functools.wraps(usual)
+    def attend(
+        module: torch.nn.Module, *args: Any, slot_plan: Plan | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # A vision tower is handed the plan too, but its layers have no index: nothing of it is cached.
+        if slot_plan is None or not hasattr(module, "layer_idx"):
+            return usual(module, *args, **kwargs)  # type: ignore[no-any-return]
+        return attend_to_slots(module, *args, slot_plan=slot_plan, **kwargs)
+
+    attend.serves_slots = True  # type: ignore[attr-defined]  # so that it is wrapped once
+    AttentionInterface.register(name, attend)
 
 
-def make_store(network: Any, budget_bytes: int) -> SlotStore:  # a transformers model or a PEFT wrapper of one
+def make_store(network: Any, budget_bytes: int) -> SlotStore:  # as above
     """A slot store that fits the network; raises when its attention is not of the kind slots can serve."""
     config = network.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -189,15 +213,3 @@ def make_store(network: Any, budget_bytes: int) -> SlotStore:  # a transformers 
         device=parameter.device,
         budget_bytes=budget_bytes,
     )
-
-
-@contextmanager
-def slots_in_charge(network: Any) -> Iterator[None]:  # as above
-    """While this is open, the network's text layers call `attend_to_slots`."""
-    config = network.config.get_text_config()
-    before = config._attn_implementation_internal
-    config._attn_implementation_internal = NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = before

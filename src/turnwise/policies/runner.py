@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from turnwise.policies.attention import DecodePlan, Plan, PrefillPlan, make_store, slots_in_charge
+from turnwise.policies.attention import NO_MASK, DecodePlan, Plan, PrefillPlan, make_store, serve_slots
 from turnwise.policies.prefixes import MIN_SHARED_TOKENS, common_prefix
 from turnwise.policies.residents import Residents
 from turnwise.policies.sequences import Sequence, Vocabulary
@@ -169,14 +169,15 @@ class Runner:
 
     def _forward(self, ids: _Ids, positions: _Ids, plan: Plan, **kwargs: Any) -> torch.Tensor:
         started_at = time.perf_counter()
-        with slots_in_charge(self.network):
-            output = self.network(
-                input_ids=torch.from_numpy(ids).to(self._device),
-                position_ids=torch.from_numpy(positions).to(self._device),
-                use_cache=False,
-                slot_plan=plan,
-                **kwargs,
-            )
+        serve_slots(self.network)
+        output = self.network(
+            input_ids=torch.from_numpy(ids).to(self._device),
+            position_ids=torch.from_numpy(positions).to(self._device),
+            attention_mask=NO_MASK,
+            use_cache=False,
+            slot_plan=plan,
+            **kwargs,
+        )
         logits: torch.Tensor = output.logits
         self.statistics.num_steps += 1
         self.statistics.model_s += time.perf_counter() - started_at
