@@ -29,6 +29,10 @@ def unpack_smollm2() -> Path:
 
     source = Path(package.origin).parent
     network = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
+    # Loading de-quantised the weights; what is left is the label, and labelled models cannot be saved.
+    network.hf_quantizer = None
+    if hasattr(network.config, "quantization_config"):
+        del network.config.quantization_config
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
     draft = folder.with_name(f".smollm2.{os.getpid()}.draft")
     network.save_pretrained(draft)
