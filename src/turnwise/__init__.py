@@ -12,10 +12,16 @@ __version__ = "0.1.0"
 
 # Each public name and the module it lives in.
 _HOMES = {
+    "turnwise.advantages": (
+        "Gigpo", "compute_advantages", "compute_loo_baseline", "gae", "gigpo", "grpo", "reinforce_plus_plus", "rloo",
+    ),
+    "turnwise.collector": ("EpisodeBatchCollector",),
     "turnwise.config": (
         "Config", "get_debug_config", "get_full_scale_config", "get_small_scale_config",
     ),
+    "turnwise.credit": ("assign_advantages",),
     "turnwise.environment": ("Environment",),
+    "turnwise.environments.navigation": ("NavigationEnvironment",),
     "turnwise.errors": ("TurnwiseError",),
     "turnwise.learner": ("Learner", "LearnerState", "Update"),
     "turnwise.objective": ("describe_objective",),
@@ -23,6 +29,7 @@ _HOMES = {
     "turnwise.masking": ("ActionTokenMasker", "ActionTracker", "TokenBytes"),
     "turnwise.policy": ("Policy", "Request"),
     "turnwise.renderer": ("Renderer",),
+    "turnwise.simulator": ("EpisodeSimulator",),
     "turnwise.streams": ("Conversation",),
     "turnwise.rewards.interface": ("EvaluateResult", "MetricResult", "StepOutput", "reward_function"),
     "turnwise.rewards.score": ("Rewards", "build_rewards", "score_groups"),
@@ -32,6 +39,7 @@ _HOMES = {
         "Action", "Completion", "Episode", "Group", "Image", "Message", "Observation", "SamplingParams", "Task",
         "TokenStream", "Transition", "Turn",
     ),
+    "turnwise.worker": ("AgentPolicy", "RLRolloutWorker", "TaskDefinition"),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -67,7 +67,7 @@ class RolloutConfig(_Section):
     """Let only actions through that fit the environment's schema (needs the extra `grammar`)."""
     min_action_tokens: int = Field(1, ge=0)
     max_action_tokens: int = Field(100, ge=1)
-    drop_masking_failures: bool = True
+    drop_masking_failures: bool = False
     """Leave an episode out of baselines and training when the action tokens of a turn could not be found."""
     history: Literal["keep", "fork", "error"] = "fork"
     """When the chat template rewrites history: keep the sampled tokens, open a new stream, or stop."""
@@ -92,8 +92,10 @@ class RolloutConfig(_Section):
 
 class RewardConfig(_Section):
     name: str = "environment"
-    """A built-in (environment, text, language, json, exact …), `file.py:function` or an import path."""
+    """A built-in (environment, text, language, json, exact …), `file.py:function`, an import path or an entry point."""
     weight: float = 1.0
+    label: str | None = None
+    """What its metrics are called; the function's own name when not given."""
     params: dict[str, Any] = Field(default_factory=dict)  # each reward checks its own
 
 
@@ -102,8 +104,15 @@ class RewardsConfig(_Section):
     """Their scores are added up, weighted."""
     sandbox: Literal["auto", "bubblewrap", "landlock", "none"] = "auto"
     """How user code is confined; `none` runs it in this process and must be asked for."""
+    allow_weak_sandbox: bool = False
+    """Where neither bubblewrap nor Landlock works, go on with resource limits alone instead of refusing."""
+    reads: tuple[str, ...] = ()
+    """Files and folders that user code may read besides installed packages; modules in these folders can be imported."""
     timeout_s: float = Field(10.0, gt=0)
+    """Deadline of one call of user code."""
+    import_timeout_s: float = Field(60.0, gt=0)
     memory_mb: int = Field(1024, ge=64)
+    """What one call of user code may allocate."""
     num_workers: int = Field(2, ge=1)
 
 
@@ -195,6 +204,8 @@ LOSS_AGGREGATION = {
 
 class LossConfig(_Section):
     name: Literal["reinforce", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "ppo"
+    tokens: Literal["action", "completion"] = "action"
+    """Which sampled tokens carry loss: the action's, or the reasoning's too. A turn without an action trains whole."""
     aggregate: Literal["token", "turn", "episode"] | None = None
     """What counts once in the mean: every token, every turn or every episode; None takes the loss's own choice."""
     clip_low: float | None = Field(None, ge=0.0)
@@ -202,6 +213,8 @@ class LossConfig(_Section):
     dual_clip: float | None = Field(None, gt=1.0)
     """ppo: bound on the loss of negative advantages."""
     entropy_coefficient: float = 0.0
+    value_coefficient: float = Field(0.0, ge=0.0)
+    """Weight of the value head's squared error, for credit.estimator gae; 0 keeps no value head."""
     kl_coefficient: float = Field(0.0, ge=0.0)
     """0 keeps no reference model."""
     kl_kind: Literal["k1", "k2", "k3"] | None = None
@@ -315,6 +328,11 @@ class Config(_Section):
         if self.loss.reference == "adapter_off" and self.model.lora is None:
             raise ValueError(
                 "loss.reference is adapter_off but model.lora is not set; add a LoRA section or use frozen"
+            )
+        if self.loss.value_coefficient and self.credit.estimator != "gae":
+            raise ValueError(
+                f"loss.value_coefficient is {self.loss.value_coefficient} but credit.estimator {self.credit.estimator} reads no "
+                "values; choose gae or remove the line"
             )
         if self.credit.estimator in ("rloo", "grpo", "gigpo") and self.rollout.group_size < 2:
             raise ValueError(

@@ -8,7 +8,7 @@ they were, and the batch is written down for inspection.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ from turnwise.aborted import save_aborted
 from turnwise.config import LossConfig, TrainingConfig
 from turnwise.errors import ConfigError, TrainingError
 from turnwise.losses import is_separable, measure, total_loss
-from turnwise.minibatch import Portion, add_importance, add_reference, build_portions
+from turnwise.minibatch import Portion, Tally, add_importance, add_reference, build_portions
 from turnwise.models.forward import TreeModel
+from turnwise.packs import build_packs
 from turnwise.reference import KlController, build_reference, trainable
 from turnwise.samples import Samples
 from turnwise.schedule import learning_rate
-from turnwise.types import FloatArray, Json
+from turnwise.types import FloatArray, Group, Json
+from turnwise.value_head import ValueHead, turn_positions, value_loss, value_samples
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +45,9 @@ class LearnerState(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     tensors: dict[str, Tensor]
     values: dict[str, Json]
+
+
+_VALUE = "value_head."
 
 
 class Learner:
@@ -70,9 +75,16 @@ class Learner:
         )
         self._reference = build_reference(network, loss)
         self._kl = KlController(loss.kl_coefficient, loss.kl_target)
-        self._abort_folder = Path(abort_folder) if abort_folder is not None else None
+        self.abort_folder = Path(abort_folder) if abort_folder is not None else None
+        self._value_head: ValueHead | None = None
+        self._optimized: dict[str, nn.Parameter] = dict(self._parameters)
+        if loss.value_coefficient:
+            self._value_head = ValueHead(self._model.hidden_width).to(self._model.device)
+            self._optimized.update(
+                (f"{_VALUE}{name}", tensor) for name, tensor in self._value_head.named_parameters()
+            )
         self._optimizer = torch.optim.AdamW(
-            list(self._parameters.values()),
+            list(self._optimized.values()),
             lr=training.learning_rate,
             weight_decay=training.weight_decay,
             fused=True,
@@ -95,7 +107,7 @@ class Learner:
             group["lr"] = rate
         num_steps = training.num_epochs * len(minibatches)
         before = self.state() if num_steps > 1 else None
-        tally = _Tally()
+        tally = Tally()
         try:
             for _ in range(training.num_epochs):
                 for minibatch in minibatches:
@@ -122,15 +134,42 @@ class Learner:
         self._model.forget_images()
         return found
 
+    @torch.no_grad()
+    def values(self, groups: Sequence[Group]) -> dict[str, tuple[float, ...]] | None:
+        """What the value head expects of every turn of every finished episode, by episode id; None without a value head."""
+        if self._value_head is None:
+            return None
+        training = self.training
+        samples = value_samples(
+            groups, tokens_per_pack=training.tokens_per_pack, use_trees=training.use_token_trees
+        )
+        found: dict[str, dict[int, float]] = {}
+        self.network.eval()
+        for pack in build_packs(samples, image_token_id=self._model.image_token_id):
+            self._model.check(pack)
+            with self._autocast():
+                hidden_TD = self._model.hidden_states(pack)
+            positions_N, _ = turn_positions(pack)
+            values = self._value_head(hidden_TD[torch.from_numpy(positions_N).to(hidden_TD.device)]).tolist()
+            names = [
+                (sample.episode_id, turn)
+                for sample in pack.samples
+                for turn in sample.turns.turn_indices_N.tolist()
+            ]
+            for (name, turn), value in zip(names, values, strict=True):
+                found.setdefault(name, {})[turn] = value
+        self._model.forget_images()
+        return {name: tuple(turns[index] for index in sorted(turns)) for name, turns in found.items()}
+
     def weights(self) -> dict[str, Tensor]:
         """The trainable weights, all or the adapter's, as a policy takes them over."""
         return {name: tensor.detach() for name, tensor in self._parameters.items()}
 
     def state(self) -> LearnerState:
         """A copy of weights, optimizer, reference, KL coefficient and counters."""
-        tensors = {f"model/{name}": tensor.detach().clone() for name, tensor in self._parameters.items()}
+        tensors = {f"model/{name}": tensor.detach().clone() for name, tensor in self._optimized.items()}
         steps: dict[str, float] = {}
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._optimized.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if key == "step":
                     steps[name] = float(value)
@@ -150,19 +189,19 @@ class Learner:
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Json]) -> None:
         """Continue from the `state()` of a learner of the same model and config; other values are ignored."""
         by_room = {room: _room(tensors, room) for room in ("model", "optimizer", "reference")}
-        if set(by_room["model"]) != set(self._parameters):
-            strange = sorted(set(by_room["model"]) ^ set(self._parameters))[:3]
+        if set(by_room["model"]) != set(self._optimized):
+            strange = sorted(set(by_room["model"]) ^ set(self._optimized))[:3]
             raise TrainingError(
                 f"the checkpoint's weights are not those of this model: {', '.join(strange)} …; resume with the same model section"
             )
         with torch.no_grad():
-            for name, parameter in self._parameters.items():
+            for name, parameter in self._optimized.items():
                 parameter.copy_(by_room["model"][name])
         if self._reference is not None:
             self._reference.load_state(by_room["reference"])
         self._optimizer.state.clear()
         for name, count in values["optimizer_steps"].items():
-            parameter = self._parameters[name]
+            parameter = self._optimized[name]
             moments = _room(by_room["optimizer"], name)
             self._optimizer.state[parameter] = {
                 "step": torch.tensor(count, dtype=torch.float32),
@@ -202,7 +241,7 @@ class Learner:
         logprobs_R, _ = head.logprobs(hidden_TD[positions_U], portion.pack.head)
         return logprobs_R
 
-    def _optimizer_step(self, minibatch: list[Portion], tally: _Tally) -> None:
+    def _optimizer_step(self, minibatch: list[Portion], tally: Tally) -> None:
         self._optimizer.zero_grad(set_to_none=False)
         loss, gap = 0.0, 0.0
         for portion in minibatch:
@@ -213,7 +252,7 @@ class Learner:
             tally.gap = gap
             if self.num_updates == 0 and not self._has_dropout:
                 self._check_gap(gap)
-        grad_norm = nn.utils.clip_grad_norm_(self._parameters.values(), self.training.max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(self._optimized.values(), self.training.max_grad_norm)
         if not torch.isfinite(grad_norm):
             raise TrainingError(
                 f"the gradient's norm is {float(grad_norm)} in optimizer step {tally.num_steps}"
@@ -221,7 +260,7 @@ class Learner:
         self._optimizer.step()
         tally.add_step(loss, float(grad_norm))
 
-    def _backward(self, portion: Portion, tally: _Tally) -> tuple[float, Tensor]:
+    def _backward(self, portion: Portion, tally: Tally) -> tuple[float, Tensor]:
         """Add one pack's gradients; returns its share of the loss and the log-probs on the way."""
         self.network.train()
         pack, terms = portion.pack, portion.terms
@@ -229,6 +268,7 @@ class Learner:
             hidden_TD = self._model.hidden_states(pack)
         positions_U = torch.from_numpy(pack.head.positions_U).to(hidden_TD.device)
         hidden_UD = hidden_TD.index_select(0, positions_U)
+        extra = self._value_term(portion, hidden_TD, tally)
         head = self._model.head(chunk=self.training.logit_chunk, use_amp=self.training.use_amp)
 
         def loss_of(rows: slice, logprobs: Tensor, entropies: Tensor) -> Tensor:
@@ -238,17 +278,36 @@ class Learner:
         if is_separable(self.loss):
             done = head.backward(hidden_UD, pack.head, loss_of)
             value, logprobs_R, entropies_R = done.loss, done.logprobs_R, done.entropies_R
+            roots, grads = [hidden_UD], [done.grad_UD]
+            if extra is not None:
+                value += float(extra.detach())
+                roots, grads = [hidden_UD, extra], [done.grad_UD, torch.ones_like(extra)]
             _check_loss(value, portion)
-            torch.autograd.backward(hidden_UD, done.grad_UD)
+            torch.autograd.backward(roots, grads)
         else:
             logprobs_R, entropies_R = head.logprobs(hidden_UD, pack.head)
             loss = loss_of(slice(None), logprobs_R, entropies_R)
+            loss = loss if extra is None else loss + extra
             value = float(loss.detach())
             _check_loss(value, portion)
             torch.autograd.backward(loss)
         with torch.no_grad():
             tally.add_figures(measure(logprobs_R.detach(), entropies_R.detach(), terms, self.loss))
         return value, logprobs_R.detach()
+
+    def _value_term(self, portion: Portion, hidden_TD: Tensor, tally: Tally) -> Tensor | None:
+        """c_V Σ (V - G)² / N_turns"""
+        if self._value_head is None:
+            return None
+        positions_N, returns_N = turn_positions(portion.pack)
+        if not np.isfinite(returns_N).any():
+            raise TrainingError(
+                "loss.value_coefficient is set but no turn has a return; credit with the estimator gae"
+            )
+        values_N = self._value_head(hidden_TD[torch.from_numpy(positions_N).to(hidden_TD.device)])
+        error = value_loss(values_N, torch.from_numpy(returns_N).to(values_N.device), portion.num_turns)
+        tally.add_value_error(float(error.detach()))
+        return self.loss.value_coefficient * error
 
     def _check_gap(self, gap: float) -> None:
         if gap > self.training.max_logprob_gap:
@@ -259,7 +318,7 @@ class Learner:
             )
 
     def _finish(
-        self, samples: Samples, minibatches: list[list[Portion]], tally: _Tally, rate: float
+        self, samples: Samples, minibatches: list[list[Portion]], tally: Tally, rate: float
     ) -> Update:
         metrics = tally.metrics()
         metrics.update(samples.metrics)
@@ -288,7 +347,7 @@ class Learner:
         return torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=self.training.use_amp)
 
     @contextlib.contextmanager
-    def _seeded(self, tally: _Tally) -> Iterator[None]:
+    def _seeded(self, tally: Tally) -> Iterator[None]:
         """Dropout depends on seed, update and pack only, so a resumed run needs no generator state."""
         if not self._has_dropout:
             yield
@@ -299,44 +358,10 @@ class Learner:
             yield
 
     def _write_down(self, samples: Samples, reason: str) -> str:
-        if self._abort_folder is None:
+        if self.abort_folder is None:
             return "; the weights are unchanged"
-        path = save_aborted(samples, self._abort_folder, update=self.num_updates, reason=reason)
+        path = save_aborted(samples, self.abort_folder, update=self.num_updates, reason=reason)
         return f"; the weights are unchanged and the batch is in {path}"
-
-
-class _Tally:
-    """Figures of one update, token by token, until they are averaged."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.num_packs = 0
-        self.gap = 0.0
-        self._losses: list[float] = []
-        self._grad_norms: list[float] = []
-        self._figures: dict[str, list[Tensor]] = {}
-
-    def add_figures(self, figures: Mapping[str, Tensor]) -> None:
-        self.num_packs += 1
-        for name, values_R in figures.items():
-            self._figures.setdefault(name, []).append(values_R)
-
-    def add_step(self, loss: float, grad_norm: float) -> None:
-        self.num_steps += 1
-        self._losses.append(loss)
-        self._grad_norms.append(grad_norm)
-
-    def metrics(self) -> dict[str, float]:
-        joined = {name: torch.cat(values).float() for name, values in self._figures.items()}
-        found = {name: float(values.mean()) for name, values in joined.items() if name != "ratio"}
-        ratio = joined["ratio"].cpu().numpy()
-        for name, share in (("min", 0.0), ("p05", 0.05), ("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
-            found[f"ratio_{name}"] = float(np.quantile(ratio, share))
-        found["loss"] = float(np.mean(self._losses))
-        found["grad_norm"] = float(np.mean(self._grad_norms))
-        found["grad_norm_max"] = float(np.max(self._grad_norms))
-        found["logprob_gap"] = self.gap
-        return found
 
 
 def _gap(portion: Portion, logprobs_R: Tensor) -> float:

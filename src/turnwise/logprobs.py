@@ -25,6 +25,8 @@ _NEVER = -1e30
 _GATHER_LIMIT = 8
 """Kept sets up to 1 / this of the vocabulary are gathered; longer ones are masked."""
 
+_CPU_CHUNK_NUMBERS = 2**23
+
 RowLoss = Callable[[slice, Tensor, Tensor], Tensor]
 """(loss rows, their log-probs, their entropies) → the loss of these rows, a scalar."""
 
@@ -104,7 +106,11 @@ class LanguageHead:
         if self.amp:
             weight_VD, hidden_UD = weight_VD.to(torch.bfloat16), hidden_UD.to(torch.bfloat16)
         scratch = _Scratch(weight_VD)
-        for block in _plan(rows, self.chunk, len(weight_VD), weight_VD.device):
+        chunk = self.chunk
+        if weight_VD.device.type == "cpu":
+            # Logits that stay in the last cache level are worth more than a longer product.
+            chunk = min(chunk, max(32, _CPU_CHUNK_NUMBERS // len(weight_VD)))
+        for block in _plan(rows, chunk, len(weight_VD), weight_VD.device):
             yield block, _Chunk(block, rows, hidden_UD[block.head], weight_VD, self.bias_V, scratch)
 
 

@@ -19,6 +19,8 @@ def describe_objective(loss: LossConfig, credit: CreditConfig) -> str:
         f"  {_ratio(loss)}",
         f"  A = {_advantage(credit)}",
     ]
+    if loss.value_coefficient:
+        lines.insert(1, f"    + {loss.value_coefficient:g} · 1/N_turns Σ_turns (V - G)²")
     if loss.kl_coefficient and loss.kl_place == "reward":
         lines.append(f"  A_t ← A_t - {loss.kl_coefficient:g} {_divergence(loss)}")
     if loss.kl_coefficient:

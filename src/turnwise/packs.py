@@ -184,7 +184,7 @@ def _head_rows(
         banned_U=np.array([keys_U[index][2] for index in order_U], dtype=np.int64),
         banned_sets=tuple(np.array(name, dtype=np.int32) for name in banned_names),
         kept_offsets_U1=np.concatenate([[0], np.cumsum(lengths_U[order_U])]).astype(np.int64),
-        kept_ids=np.concatenate(kept_sorted).astype(np.int32),
+        kept_ids=np.concatenate([_NOTHING, *kept_sorted]).astype(np.int32),
         rows_R=head_R[order_R],
         target_ids_R=target_ids_R[order_R].astype(np.int64),
     )

@@ -42,7 +42,10 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
 class Policy(Protocol):
     """Samples completions. Many `complete` calls may wait at once; the policy batches them as it likes."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Which weights it samples with; on every completion."""
+        ...
 
     async def complete(
         self, request: Request, *, on_token: Callable[[TokenEvent], None] | None = None

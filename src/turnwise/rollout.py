@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -223,6 +224,7 @@ class _Rollout:
         self.conversation = Conversation(rollouts.agent.renderer)
         self.outcomes: list[tuple[Observation, Completion, TurnMask, Transition]] = []
         self.stage = "reset"
+        self.action_keys: frozenset[str] = frozenset()
         self._seed = episode_seed(episode_id)
         self._environment: Environment | None = None
         self._stream_ids: set[str] = set()
@@ -236,18 +238,16 @@ class _Rollout:
                 f"reset returned a {type(observation).__name__}; it must return an Observation"
             )
         schema = environment.action_schema
+        self.action_keys = action_keys(schema)
         for turn_index in range(self.rollouts.config.max_turns):
             self.stage = "render"
             self.conversation.observe(observation.messages)
             completion = await self._sample(turn_index, schema)
             self.stage = "mask"
-            mask = self.rollouts.agent.masker.mask(completion.completion_ids, action_keys(schema))
+            mask = self.rollouts.agent.masker.mask(completion.completion_ids, self.action_keys)
             self.stage = "step"
             transition = await self._off_loop(environment.step, mask.action)
-            if not isinstance(transition, Transition):
-                raise EnvironmentFailure(
-                    f"step returned a {type(transition).__name__}; it must return a Transition"
-                )
+            _check_transition(transition)
             self.outcomes.append((observation, completion, mask, transition))
             if transition.is_terminal:
                 return StopReason.TERMINAL
@@ -335,12 +335,23 @@ class _Rollout:
             metrics=dict(turns[-1].metrics) if turns else {},
             is_token_exact=all(completion.is_token_exact for _, completion, _, _ in self.outcomes),
             history=self.rollouts.config.history,
+            action_keys=tuple(sorted(self.action_keys)),
             is_valid=failure is None and quality.is_valid,
             masking_quality=quality.masking_quality,
             dropout_reason=quality.dropout_reason,
             started_at=started_at,
             seconds=time.time() - started_at,
         )
+
+
+def _check_transition(transition: Transition) -> None:
+    """Environments are other people's code: what they return is checked before it becomes a fact."""
+    if not isinstance(transition, Transition):
+        raise EnvironmentFailure(f"step returned a {type(transition).__name__}; it must return a Transition")
+    figures = {"reward": transition.reward, **transition.metrics}
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            raise EnvironmentFailure(f"step returned {name} {value}; it must be a finite number")
 
 
 def episode_seed(episode_id: str) -> int:

@@ -9,6 +9,7 @@ advantage. Everything that could make training wrong is refused here, with the e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -22,10 +23,13 @@ from turnwise.types import (
     FloatArray,
     Group,
     IntArray,
+    MaskingMethod,
     TokenStream,
     Turn,
     TurnCredit,
 )
+
+TrainedTokens: TypeAlias = Literal["action", "completion"]
 
 
 class TurnStarts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -120,9 +124,14 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def build_samples(
-    groups: Sequence[Group], advantages: Advantages, *, tokens_per_pack: int, use_trees: bool = True
+    groups: Sequence[Group],
+    advantages: Advantages,
+    *,
+    tokens_per_pack: int,
+    use_trees: bool = True,
+    tokens: TrainedTokens = "action",
 ) -> Samples:
-    """The samples of these groups; episodes without credit, or known to be without action tokens, take no part."""
+    """The samples of these groups; episodes without credit take no part. `tokens` says which ones carry loss."""
     samples: list[Sample] = []
     num_left_out = 0
     shares: list[float] = []
@@ -134,11 +143,11 @@ def build_samples(
                     f"episode {episode.episode_id} has no entry in the advantages ({advantages.estimator}); "
                     "credit and samples need the same groups"
                 )
-            if all(credit.advantage is None for credit in credits) or _lost_its_actions(episode):
+            if all(credit.advantage is None for credit in credits):
                 num_left_out += 1
                 continue
-            samples.extend(_episode_samples(episode, credits))
-            shares.append(_trained_share(episode))
+            samples.extend(_episode_samples(episode, credits, tokens))
+            shares.append(_trained_share(episode, tokens))
     if not samples:
         raise SampleError(
             f"none of the {num_left_out} episodes can be trained on: all failed, were unscored or have no action tokens; "
@@ -154,9 +163,15 @@ def build_samples(
     )
 
 
-def _lost_its_actions(episode: Episode) -> bool:
-    """True when the masker itself said that it found nothing; a valid episode without action tokens is an error."""
-    return not episode.is_valid and not any(turn.action_token_mask.any() for turn in episode.turns)
+def loss_mask(turn: Turn, tokens: TrainedTokens) -> BoolArray:
+    """Which of a turn's sampled tokens carry loss.
+
+    Where no action was found, all that was sampled took the action's place: without loss on it, nothing would ever
+    hold an agent back from writing no action at all.
+    """
+    if tokens == "completion" or turn.masking_method is MaskingMethod.FAILED:
+        return np.ones(len(turn.generated_ids), dtype=np.bool_)
+    return turn.action_token_mask
 
 
 def _by_name(samples: Sequence[Sample], names: Sequence[str]) -> list[list[Sample]]:
@@ -166,7 +181,9 @@ def _by_name(samples: Sequence[Sample], names: Sequence[str]) -> list[list[Sampl
     return list(units.values())
 
 
-def _episode_samples(episode: Episode, credits: tuple[TurnCredit, ...]) -> list[Sample]:
+def _episode_samples(
+    episode: Episode, credits: tuple[TurnCredit, ...], tokens: TrainedTokens
+) -> list[Sample]:
     name = episode.episode_id
     if not episode.is_token_exact:
         raise SampleError(
@@ -187,8 +204,8 @@ def _episode_samples(episode: Episode, credits: tuple[TurnCredit, ...]) -> list[
         if credit.advantage is not None
     ]
     for turn, credit in trained:
-        _check_turn(name, turn, credit)
-    if not any(turn.action_token_mask.any() for turn, _ in trained):
+        _check_turn(name, turn, credit, tokens)
+    if not any(loss_mask(turn, tokens).any() for turn, _ in trained):
         raise SampleError(
             f"episode {name} has no action token in any of its {len(trained)} turns, so nothing of it could be trained; "
             "mark it invalid or mend the masking"
@@ -196,11 +213,11 @@ def _episode_samples(episode: Episode, credits: tuple[TurnCredit, ...]) -> list[
     by_stream: dict[int, list[tuple[Turn, TurnCredit]]] = {}
     for turn, credit in trained:
         by_stream.setdefault(id(turn.stream), []).append((turn, credit))
-    built = (_stream_sample(episode, turns) for turns in by_stream.values())
+    built = (_stream_sample(episode, turns, tokens) for turns in by_stream.values())
     return [sample for sample in built if len(sample.targets_R)]
 
 
-def _check_turn(name: str, turn: Turn, credit: TurnCredit) -> None:
+def _check_turn(name: str, turn: Turn, credit: TurnCredit, tokens: TrainedTokens) -> None:
     where = f"turn {turn.turn_index} of episode {name}"
     if credit.turn_index != turn.turn_index:
         raise SampleError(
@@ -217,7 +234,7 @@ def _check_turn(name: str, turn: Turn, credit: TurnCredit) -> None:
         raise SampleError(
             f"{where} has {int((~is_sampled).sum())} tokens that were given, not sampled; only sampled tokens are trained"
         )
-    logprobs = turn.logprobs[turn.action_token_mask]
+    logprobs = turn.logprobs[loss_mask(turn, tokens)]
     if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
         raise SampleError(
             f"{where} has log-probs between {logprobs.min()} and {logprobs.max()}; each must be finite and at most 0"
@@ -229,10 +246,10 @@ def _check_turn(name: str, turn: Turn, credit: TurnCredit) -> None:
         )
 
 
-def _stream_sample(episode: Episode, turns: list[tuple[Turn, TurnCredit]]) -> Sample:
+def _stream_sample(episode: Episode, turns: list[tuple[Turn, TurnCredit]], tokens: TrainedTokens) -> Sample:
     targets, advantages, turn_indices, versions = [], [], [], []
     for turn, credit in turns:
-        found = np.flatnonzero(turn.action_token_mask) + turn.completion_start
+        found = np.flatnonzero(loss_mask(turn, tokens)) + turn.completion_start
         targets.append(found)
         advantages.append(np.full(len(found), credit.advantage, dtype=np.float32))
         turn_indices.append(np.full(len(found), turn.turn_index, dtype=np.int64))
@@ -259,6 +276,6 @@ def _stream_sample(episode: Episode, turns: list[tuple[Turn, TurnCredit]]) -> Sa
     )
 
 
-def _trained_share(episode: Episode) -> float:
+def _trained_share(episode: Episode, tokens: TrainedTokens) -> float:
     sampled = episode.num_sampled_tokens
-    return sum(turn.num_action_tokens for turn in episode.turns) / sampled if sampled else 0.0
+    return sum(int(loss_mask(turn, tokens).sum()) for turn in episode.turns) / sampled if sampled else 0.0

@@ -122,9 +122,9 @@ def last_messages(count: int) -> StateHasher:
 
 
 def normalised_text(episode: Episode, turn_index: int) -> StateKey:
-    """The observation's text without case, punctuation, numbering of lines or runs of blanks."""
+    """The words and numbers of the observation's text, without case, punctuation or blanks."""
     text = episode.turns[turn_index].observation.text.casefold()
-    return " ".join(re.sub(r"[^\w\s.-]|(?<!\d)[.-]|[.-](?!\d)", " ", text).split())
+    return " ".join(re.findall(r"-?\d+(?:\.\d+)*|\w+", text))
 
 
 def pose_grid(cell_m: float = 0.5, angle_degrees: float = 30.0) -> StateHasher:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from turnwise.errors import ModelError
@@ -26,9 +26,9 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Any) -> None:  # Hugging Face tokenizers share no importable light base
         self._bytes = _read_vocabulary(tokenizer)
-        self.special_ids = frozenset(int(index) for index in tokenizer.all_special_ids) | frozenset(
-            int(index) for index, token in tokenizer.added_tokens_decoder.items() if token.special
-        )
+        self.special_ids = frozenset(
+            int(index) for index in tokenizer.all_special_ids if index is not None
+        ) | frozenset(int(index) for index, token in tokenizer.added_tokens_decoder.items() if token.special)
         for index in self.special_ids:
             if index < len(self._bytes):
                 self._bytes[index] = b""
@@ -62,13 +62,11 @@ def _read_vocabulary(tokenizer: Any) -> list[bytes]:
     return pieces
 
 
-def _piece_reader(tokenizer: Any, vocabulary: dict[str, int]) -> Any:
+def _piece_reader(tokenizer: Any, vocabulary: dict[str, int]) -> Callable[[str], bytes]:
     """How this tokenizer writes bytes into the names of its tokens."""
     decoders = _decoder_kinds(tokenizer)
     if "ByteLevel" in decoders or (not decoders and "Ġ" in vocabulary):
-        alphabet = byte_level_alphabet()
-        # A character outside the alphabet can only be an oddity of the vocabulary file; it stands for itself.
-        return lambda token: b"".join(alphabet.get(char) or char.encode() for char in token)
+        return _byte_level_bytes
     if "WordPiece" in decoders:
         return lambda token: (token[2:] if token.startswith("##") else f" {token}").encode()
     if {"Metaspace", "ByteFallback", "Replace"} & decoders or any(
@@ -81,10 +79,19 @@ def _piece_reader(tokenizer: Any, vocabulary: dict[str, int]) -> Any:
 
 def _decoder_kinds(tokenizer: Any) -> set[str]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    if backend is None or backend.decoder is None:
         return set()
-    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    # The decoder alone: the whole tokenizer as JSON would hold its vocabulary.
+    decoder = json.loads(backend.decoder.__getstate__())
     return {decoder.get("type", "")} | {part["type"] for part in decoder.get("decoders", ())} - {"Sequence"}
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    # Translating to Latin-1 is many times faster than looking each character up, and vocabularies are large.
+    try:
+        return token.translate(_TO_LATIN_1).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()  # an oddity of the vocabulary file; it stands for itself
 
 
 def _sentencepiece_bytes(token: str) -> bytes:
@@ -126,3 +133,6 @@ def byte_level_alphabet() -> dict[str, bytes]:
     for offset, value in enumerate(value for value in range(256) if value not in printable):
         alphabet[chr(256 + offset)] = bytes([value])
     return alphabet
+
+
+_TO_LATIN_1 = {ord(char): value[0] for char, value in byte_level_alphabet().items()}

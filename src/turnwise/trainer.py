@@ -23,6 +23,7 @@ from turnwise.fingerprint import fingerprint
 from turnwise.learner import Learner
 from turnwise.masking import ActionTokenMasker, TokenBytes
 from turnwise.models.loading import load_model
+from turnwise.models.lora import adapt
 from turnwise.policies.local import LocalPolicy
 from turnwise.renderer import Renderer
 from turnwise.rewards.score import Rewards, build_rewards, score_groups
@@ -71,7 +72,8 @@ async def train(run: Run, stages: Stages, watch: Watch, *, first_step: int = 0) 
             with clock.time("score"):
                 scores = await score_groups(groups, stages.rewards)
             with clock.time("credit"):
-                advantages = assign_advantages(groups, scores, config.credit)
+                values = stages.learner.values(groups)
+                advantages = assign_advantages(groups, scores, config.credit, values)
             with clock.time("update"):
                 update = stages.learner.update(
                     build_samples(
@@ -79,6 +81,7 @@ async def train(run: Run, stages: Stages, watch: Watch, *, first_step: int = 0) 
                         advantages,
                         tokens_per_pack=config.training.tokens_per_pack,
                         use_trees=config.training.use_token_trees,
+                        tokens=config.loss.tokens,
                     )
                 )
             with clock.time("deliver"):
@@ -118,7 +121,7 @@ def build_stages(config: Config) -> Stages:
     rewards = build_rewards(config.rewards)
     model, sampler = load_model(config.model), load_model(config.model)
     policy = LocalPolicy(
-        sampler.network,
+        adapt(sampler.network, config.model.lora, seed=config.training.seed),
         sampler.tokenizer,
         image_processor=sampler.image_processor,
         schedule=config.rollout.schedule,
@@ -146,7 +149,10 @@ def build_stages(config: Config) -> Stages:
         ),
         rewards=rewards,
         learner=Learner(
-            model.network, loss=config.loss, training=config.training, image_processor=model.image_processor
+            adapt(model.network, config.model.lora, seed=config.training.seed),
+            loss=config.loss,
+            training=config.training,
+            image_processor=model.image_processor,
         ),
     )
 
@@ -266,12 +272,12 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
 
     previous: dict[int, Any] = {}  # what signal.signal returns has no useful type
     try:
-        for signal_number in (signal.SIGINT, signal.SIGTERM):
-            previous[signal_number] = signal.signal(signal_number, ask)
+        for wanted in (signal.SIGINT, signal.SIGTERM):
+            previous[wanted] = signal.signal(wanted, ask)
     except ValueError:
         log.debug("not in the main thread: Ctrl-C is left to the caller")
     try:
         yield lambda: asked
     finally:
-        for signal_number, handler in previous.items():
-            signal.signal(signal_number, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

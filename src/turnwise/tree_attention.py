@@ -218,6 +218,8 @@ def _tree_attention_forward(
             "lower training.tokens_per_pack to the window"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    # Under autocast, rotary embeddings leave queries and keys in float32 while values are already bfloat16.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     out_BHTD = tree_attention(query, key, value, token_tree, scale)
     return out_BHTD.transpose(1, 2).contiguous(), None
 

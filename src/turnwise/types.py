@@ -399,6 +399,8 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     is_token_exact: bool = True
     history: str = "error"
     """What the renderer was told to do when a template rewrites history."""
+    action_keys: tuple[str, ...] = ()
+    """The keys that told an action from other JSON, so that masks can be derived again; empty when any object was one."""
     is_valid: bool = True
     masking_quality: str = "good"
     dropout_reason: str | None = None
@@ -464,6 +466,8 @@ class TurnCredit(msgspec.Struct, frozen=True, kw_only=True):
     turn_index: int
     advantage: float | None
     """None when the episode takes no part (failed, unscored)."""
+    group_id: str | None = None
+    """Whose episodes it was compared with."""
     step_reward: float | None = None
     step_return: float | None = None
     """G_k: discounted rewards from this turn on."""

@@ -49,8 +49,8 @@ class TreeModel:
 
     def check(self, pack: Pack) -> None:
         """Refuse tokens that the model does not have."""
-        largest = int(pack.ids_T.max())
-        largest = max(largest, int(pack.head.target_ids_R.max()), int(pack.head.kept_ids.max(initial=0)))
+        columns = (pack.ids_T, pack.head.target_ids_R, pack.head.kept_ids)
+        largest = max(int(column.max(initial=0)) for column in columns)
         if largest < self.vocabulary:
             return
         worst = max(pack.samples, key=lambda sample: int(sample.stream.ids.max()))

@@ -30,6 +30,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """The model that `config.path` names, on its device, in evaluation mode, without an adapter."""
+    transformers.utils.logging.disable_progress_bar()  # a bar per load would tear ours apart
     folder = find_model(config.path)
     try:
         settings = transformers.AutoConfig.from_pretrained(folder)

@@ -42,7 +42,7 @@ class Rewards:
         for name in names:
             if names.count(name) > 1:
                 raise RewardError(
-                    f"two rewards are called {name!r}; their metrics could not be told apart, give one another name"
+                    f"two rewards are called {name!r}; their metrics could not be told apart, give one a label"
                 )
         self.terms = tuple(terms)
 
@@ -79,7 +79,7 @@ def build_rewards(config: RewardsConfig) -> Rewards:
 def _build_term(function: RewardConfig, config: RewardsConfig) -> Term:
     evaluator = load_evaluator(function, config)
     return Term(
-        name=evaluator.declaration.name,
+        name=function.label or evaluator.declaration.name,
         weight=function.weight,
         params=dict(function.params),
         evaluator=evaluator,

@@ -91,6 +91,7 @@ def read_episode(folder: Path, record: Mapping[str, Any]) -> Episode:
         sampling=msgspec.convert(record["sampling"], SamplingParams),
         seed=record["seed"],
         failure=None if record["failure"] is None else msgspec.convert(record["failure"], Failure),
+        action_keys=tuple(record["action_keys"]),
         **{name: record[name] for name in _PLAIN_FIELDS},
     )
 
@@ -186,6 +187,7 @@ def _episode_record(
         "failure": None if episode.failure is None else msgspec.to_builtins(episode.failure),
         "seed": episode.seed,
         "sampling": msgspec.to_builtins(episode.sampling),
+        "action_keys": list(episode.action_keys),
         **{name: getattr(episode, name) for name in _PLAIN_FIELDS},
         "tensors": tensors,
         "streams": places,

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     import torch
 
 METRICS = "metrics.jsonl"
+WEIGHTS = "weights.jsonl"
+BRANCHES = "branches"
+"""Continuations of stored episodes; they are not part of the run that a checkpoint continues."""
 EVALUATIONS = "evaluations.jsonl"
 
 
@@ -101,7 +104,8 @@ class Run:
         self._log(EVALUATIONS).append({"step": num_updates, "time": time.time(), **evaluation})
 
     def save_weights(self, version: int, weights: Mapping[str, torch.Tensor], fingerprint: str) -> None:
-        """Keep the weights of one policy version for `turnwise verify`, when they are small enough."""
+        """Note which weights are this policy version; keep them for `turnwise verify` when they are small enough."""
+        self._log(WEIGHTS).append({"version": version, "fingerprint": fingerprint})
         size_mb = sum(tensor.numel() * tensor.element_size() for tensor in weights.values()) / 2**20
         if size_mb > self.config.storage.keep_weights_mb:
             return
@@ -145,7 +149,7 @@ class Run:
         present = [
             str(path.relative_to(self.folder))
             for path in self.folder.glob("**/*.jsonl")
-            if "superseded" not in path.parts
+            if not {"superseded", BRANCHES} & set(path.relative_to(self.folder).parts)
         ]
         for name in sorted({*present, *state["log_sizes"]}):
             aside = self.folder / "superseded" / name.replace("/", "-")

@@ -37,6 +37,7 @@ class _State(msgspec.Struct, kw_only=True):
     is_over: bool = False
     is_success: bool = False
     answer_score: float = 0.0
+    official_score: float = 0.0
 
 
 class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +63,7 @@ class NavigationEnvironment:
             params = read_params({**path, **settings})
         self.params = params
         self.worlds = worlds or WorldCache(
-            open_source(params.dataset_path, params.generate), params.agent(), cell_m=params.cell_m,
+            open_source(params), params.agent(), cell_m=params.cell_m,
             max_scenes=params.max_cached_scenes,
         )  # fmt: skip
         self._camera = params.camera()
@@ -175,24 +176,26 @@ class NavigationEnvironment:
             "collisions": float(state.collisions), "invalid_actions": float(state.invalid_actions), "path_m": state.path_m,
         }  # fmt: skip
         if self._is_question():
-            found |= {"score": state.answer_score, "success": float(state.is_success)}
+            found |= {"score": state.answer_score, "score_official": state.official_score}
+            found |= {"success": float(state.is_success)}
         if self._field is not None:
-            shortest = (
-                float((self._task.ground_truth or {}).get("shortest_path_m", state.start_distance_m))
-                if self._task
-                else 0.0
-            )
-            share = 1.0 if max(shortest, state.path_m) == 0 else shortest / max(shortest, state.path_m)
-            nearer = (
-                max(0.0, 1.0 - state.distance_m / state.start_distance_m)
-                if state.start_distance_m > 0
-                else 1.0
-            )
-            found |= {
-                "success": float(state.is_success), "spl": state.is_success * share, "soft_spl": nearer * share,
-                "distance_to_goal": state.distance_m,
-            }  # fmt: skip
+            found["distance_to_goal"] = state.distance_m
+        if self._field is not None and not self._is_question():
+            found |= self._path_metrics(state)
         return found
+
+    def _path_metrics(self, state: _State) -> dict[str, float]:
+        assert self._task is not None
+        shortest = float((self._task.ground_truth or {}).get("shortest_path_m", state.start_distance_m))
+        longest = max(shortest, state.path_m)
+        share = shortest / longest if longest > 0 else 1.0
+        start = state.start_distance_m
+        nearer = max(0.0, 1.0 - state.distance_m / start) if start > 0 else 1.0
+        return {
+            "success": float(state.is_success),
+            "spl": state.is_success * share,
+            "soft_spl": nearer * share,
+        }
 
     def situation(self) -> Situation:
         """What an expert needs to choose the next turn."""
@@ -220,6 +223,10 @@ class NavigationEnvironment:
 
     def close(self) -> None:
         """Worlds are shared with other environments, so there is nothing of its own to release."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Worlds cannot be pickled: the copy builds its own, and goes on where this episode is.
+        return _rebuild, (self.params, self.worlds, None if self._state is None else self.snapshot())
 
     def _prepare(self, task: Task) -> None:
         self._task = task
@@ -253,8 +260,15 @@ class NavigationEnvironment:
         """Decide whether this turn ended the episode, and how well."""
         if self._is_question():
             if command.answer is not None and self._task is not None:
-                state.answer_score = score_answer(command.answer, self._task)
-                state.is_success = state.answer_score == 1.0
+                data = self._task.data
+                found = score_answer(
+                    command.answer,
+                    str(data["question_type"]),
+                    str(self._task.ground_truth["answer"]),
+                    data["options"],
+                )
+                state.answer_score, state.official_score = found.score, found.official
+                state.is_success = found.score == 1.0
             state.is_over = command.answer is not None or command.is_done
             return
         has_arrived = self._field is not None and state.distance_m == 0.0
@@ -287,6 +301,13 @@ class NavigationEnvironment:
             "distance_to_goal": state.distance_m,
         }  # fmt: skip
         return Observation(messages=messages, state_key=key, info=info)
+
+
+def _rebuild(params: NavigationParams, worlds: WorldCache, snapshot: bytes | None) -> NavigationEnvironment:
+    env = NavigationEnvironment(worlds=worlds, params=params)
+    if snapshot is not None:
+        env.restore(snapshot)
+    return env
 
 
 def _grey(frame: Frame, reach_m: float = 8.0) -> Any:  # uint8 pixels

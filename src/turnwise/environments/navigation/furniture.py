@@ -236,9 +236,9 @@ def _table(shape: Shape, color: Rgb) -> None:
 
 
 def _tv_monitor(shape: Shape, color: Rgb) -> None:
-    shape.box((-0.55, -0.2, 0), (0.55, 0.2, 0.42), _WOOD)
+    shape.box((-0.55, -0.2, 0), (0.55, 0.2, 0.42), color)
     shape.box((-0.12, -0.02, 0.42), (0.12, 0.08, 0.5), _DARK)
-    shape.box((-0.56, 0.0, 0.5), (0.56, 0.06, 1.16), color)
+    shape.box((-0.56, 0.0, 0.5), (0.56, 0.06, 1.16), _DARK)
     shape.box((-0.51, -0.01, 0.55), (0.51, 0.0, 1.11), (60, 75, 95))
 
 

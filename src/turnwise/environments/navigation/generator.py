@@ -233,7 +233,10 @@ def _build_wall(
     height: float,
     tint: Rgb,
 ) -> None:
-    """Upright faces from `start` to `end` around the door gaps (from, to, height), with a dark skirting board."""
+    """Upright faces from `start` to `end` around the door gaps (from, to, height), with a skirting board and a rail.
+
+    Both are at fixed heights, so a bare wall still shows how far away it is.
+    """
     length = float(np.linalg.norm(end - start))
     direction = (end - start) / length
     skirting = tuple(int(channel * 0.55) for channel in tint)
@@ -241,7 +244,8 @@ def _build_wall(
     position = 0.0
     for low, high, door_height in [*gaps, (length, length, 0.0)]:
         if low > position:
-            pieces += [(position, low, 0.0, 0.1, skirting), (position, low, 0.1, height, tint)]
+            pieces += [(position, low, 0.0, 0.1, skirting), (position, low, 0.1, 1.0, tint)]
+            pieces += [(position, low, 1.0, 1.06, skirting), (position, low, 1.06, height, tint)]
         if high > low:
             pieces.append((low, high, door_height, height, tint))
         position = high
@@ -255,15 +259,20 @@ def _build_wall(
 def _build_door(shape: Shape, door: Door) -> None:
     """Jambs, lintel and threshold of a doorway through the wall between two rooms."""
     (x0, y0), (x1, y1) = door.low, door.high
-    frame = 0.04
+    # The frame stands a little out of the wall: faces in the same plane would flicker.
+    frame, out = 0.04, 0.015
     if door.is_across_x:
-        shape.box((x0, y0 - frame, 0), (x1, y0, door.height), _DOOR_FRAME)
-        shape.box((x0, y1, 0), (x1, y1 + frame, door.height), _DOOR_FRAME)
-        shape.box((x0, y0 - frame, door.height), (x1, y1 + frame, door.height + frame), _DOOR_FRAME)
+        shape.box((x0 - out, y0 - frame, 0), (x1 + out, y0, door.height), _DOOR_FRAME)
+        shape.box((x0 - out, y1, 0), (x1 + out, y1 + frame, door.height), _DOOR_FRAME)
+        shape.box(
+            (x0 - out, y0 - frame, door.height), (x1 + out, y1 + frame, door.height + frame), _DOOR_FRAME
+        )
     else:
-        shape.box((x0 - frame, y0, 0), (x0, y1, door.height), _DOOR_FRAME)
-        shape.box((x1, y0, 0), (x1 + frame, y1, door.height), _DOOR_FRAME)
-        shape.box((x0 - frame, y0, door.height), (x1 + frame, y1, door.height + frame), _DOOR_FRAME)
+        shape.box((x0 - frame, y0 - out, 0), (x0, y1 + out, door.height), _DOOR_FRAME)
+        shape.box((x1, y0 - out, 0), (x1 + frame, y1 + out, door.height), _DOOR_FRAME)
+        shape.box(
+            (x0 - frame, y0 - out, door.height), (x1 + frame, y1 + out, door.height + frame), _DOOR_FRAME
+        )
     corners = np.array([[(x0, y0, 0.0), (x1, y0, 0.0), (x1, y1, 0.0), (x0, y1, 0.0)]])
     shape.quads(corners, np.array([[100, 84, 66]], dtype=np.uint8))
 

@@ -124,7 +124,7 @@ class OccupancyGrid:
 
 def build_grid(scene: Scene, agent: Agent, cell_m: float = 0.05) -> OccupancyGrid:
     """The grid of a scene: floor near its height, obstacles between step height and the agent's height."""
-    points_N3 = _sample_surface(scene.mesh, 0.8 * cell_m, scene.floor_z + agent.height_m)
+    points_N3 = sample_surface(scene.mesh, 0.8 * cell_m, scene.floor_z + agent.height_m)
     heights = points_N3[:, 2] - scene.floor_z
     low = np.floor(points_N3[:, :2].min(axis=0) / cell_m) * cell_m - 2 * cell_m
     shape = np.ceil((points_N3[:, :2].max(axis=0) - low) / cell_m).astype(int) + 3
@@ -160,7 +160,7 @@ def _largest_regions(is_free_IJ: Bools, min_share: float = 0.05) -> Bools:
     return np.asarray(np.isin(labels, keep))
 
 
-def _sample_surface(mesh: Mesh, spacing_m: float, max_z: float) -> Floats:
+def sample_surface(mesh: Mesh, spacing_m: float, max_z: float) -> Floats:
     """Points on the mesh at most `spacing_m` apart along two sides of each face, of the faces that reach below `max_z`."""
     corners = mesh.corners_F33()
     corners = corners[corners[:, :, 2].min(axis=1) < max_z]

@@ -56,6 +56,8 @@ class NavigationParams(_Section):
     """What is generated from the scenes."""
     allow_test_scenes: bool = False
     """Train on scenes that VSI-Bench tests on."""
+    strict_classes: bool = True
+    """Refuse ARKitScenes annotations with classes other than its 17."""
     seed: int = Field(0, ge=0)
     """Fixes the tasks."""
     width: int = Field(128, ge=32)
@@ -94,6 +96,9 @@ class NavigationParams(_Section):
     state_cell_m: float = Field(0.5, gt=0)
     """Poses in the same square and heading sector are one state for GiGPO."""
     state_heading_degrees: float = Field(30.0, gt=0, le=360)
+
+    def scene_orders(self) -> GenerateParams:
+        return self.generate or GenerateParams()
 
     def agent(self) -> Agent:
         return Agent(

@@ -60,14 +60,16 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 def camera_to_world(pose: Pose, eye_z: float, pitch_degrees: float = 0.0) -> Doubles:
     """The 4×4 pose of a camera at height `eye_z`; a positive pitch looks up."""
     yaw, pitch = math.radians(pose.yaw_degrees), math.radians(pitch_degrees)
-    forward = np.array(
-        [math.cos(yaw) * math.cos(pitch), math.sin(yaw) * math.cos(pitch), math.sin(pitch)], dtype=np.float64
+    cos_yaw, sin_yaw, cos_pitch, sin_pitch = math.cos(yaw), math.sin(yaw), math.cos(pitch), math.sin(pitch)
+    # Columns: right, down, forward, position.
+    return np.array(
+        [
+            [sin_yaw, sin_pitch * cos_yaw, cos_yaw * cos_pitch, pose.x],
+            [-cos_yaw, sin_pitch * sin_yaw, sin_yaw * cos_pitch, pose.y],
+            [0.0, -cos_pitch, sin_pitch, eye_z],
+            [0.0, 0.0, 0.0, 1.0],
+        ]
     )
-    right = np.array([math.sin(yaw), -math.cos(yaw), 0.0])
-    matrix = np.eye(4)
-    matrix[:3, 0], matrix[:3, 1], matrix[:3, 2] = right, np.cross(forward, right), forward
-    matrix[:3, 3] = pose.x, pose.y, eye_z
-    return matrix
 
 
 def project(points_N3: Doubles, camera: Camera, world_from_camera: Doubles) -> Doubles:
@@ -101,26 +103,37 @@ class RayCaster:
         rotation = world_from_camera[:3, :3].astype(np.float32)
         # The camera's directions have z = 1, so the distance along a ray is the planar depth itself.
         hits = self._cast(world_from_camera[:3, 3].astype(np.float32), directions_P3 @ rotation.T)
-        faces, depth_P = hits["primID"], hits["tfar"]
-        is_miss = faces < 0
-        faces = np.where(is_miss, len(self._colors) - 1, faces)
-        if self._is_flat:
-            colors_P3 = self._colors[faces]
-        else:
-            parts = self._colors[faces]
-            mixed = parts[:, 0] + hits["u"][:, None] * parts[:, 1] + hits["v"][:, None] * parts[:, 2]
-            colors_P3 = mixed.astype(np.uint8)
-        depth_P = np.where(is_miss, np.float32(0), depth_P)
+        colors_P3 = self._color(hits)
+        depth_P = np.where(hits["primID"] < 0, np.float32(0), hits["tfar"])
         pixels = np.empty_like(colors_P3)
         depth = np.empty_like(depth_P)
         pixels[order], depth[order] = colors_P3, depth_P
         shape = (camera.height, camera.width)
         return Frame(pixels=pixels.reshape(*shape, 3), depth=depth.reshape(shape))
 
+    def look_down(self, low: Doubles, high: Doubles, pixel_m: float, from_z: float) -> Bytes:
+        """The scene seen straight from above, everything over `from_z` cut away; row 0 is the largest y."""
+        xs = np.arange(low[0] + pixel_m / 2, high[0], pixel_m)
+        ys = np.arange(low[1] + pixel_m / 2, high[1], pixel_m)[::-1]
+        grid_y, grid_x = np.meshgrid(ys, xs, indexing="ij")
+        origins_P3 = np.stack([grid_x.ravel(), grid_y.ravel(), np.full(grid_x.size, from_z)], axis=1).astype(
+            np.float32
+        )
+        hits = self._scene.run(origins_P3, np.array([[0, 0, -1]], dtype=np.float32), output=True)
+        return self._color(hits).reshape(len(ys), len(xs), 3)
+
     def hit_distance(self, origin: Doubles, direction: Doubles) -> float | None:
         """How far a ray goes before it meets the mesh, in lengths of `direction`; None when it never does."""
         hits = self._cast(origin.astype(np.float32), direction.astype(np.float32)[None])
         return None if hits["primID"][0] < 0 else float(hits["tfar"][0])
+
+    def _color(self, hits: dict[str, Floats]) -> Bytes:
+        # The last row is the background, which is what a miss's -1 picks.
+        parts = self._colors[hits["primID"]]
+        if self._is_flat:
+            return np.asarray(parts, dtype=np.uint8)
+        mixed = parts[:, 0] + hits["u"][:, None] * parts[:, 1] + hits["v"][:, None] * parts[:, 2]
+        return np.asarray(mixed, dtype=np.uint8)
 
     def _cast(self, origin: Floats, directions_P3: Floats) -> dict[str, Floats]:
         origins_P3 = np.empty_like(directions_P3)

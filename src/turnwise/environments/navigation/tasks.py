@@ -121,9 +121,10 @@ class ObjectGoalTasks:
         scene_ids = self.worlds.source.scene_ids(split)
         if not scene_ids:
             raise SceneError(
-                f"there are no scenes to make {split} tasks from; give more scenes or another split"
+                f"there are no scenes to make {split} tasks from; of captures on disk only fold Training trains and the rest "
+                "evaluates (allow_test_scenes: true trains on any)"
             )
-        return self._first_fitting(_seed_of(self.seed, split, index), index, split, scene_ids)
+        return self._first_fitting(seed_of(self.seed, split, index), index, split, scene_ids)
 
     def _first_fitting(self, seed: int, index: int, split: Split, scene_ids: Sequence[str]) -> Task:
         for attempt in range(min(len(scene_ids), 20)):
@@ -137,6 +138,7 @@ class ObjectGoalTasks:
         )
 
 
-def _seed_of(seed: int, split: Split, index: int) -> int:
+def seed_of(seed: int, split: Split, index: int) -> int:
+    """One number for each task of each split."""
     words: Any = np.random.SeedSequence([seed, 0 if split == "train" else 1, index]).generate_state(1)
     return int(words[0])

@@ -13,7 +13,7 @@ import numpy as np
 
 from turnwise.environment import Split
 from turnwise.environments.navigation.geodesic import DistanceField, distance_field, floor_graph
-from turnwise.environments.navigation.occupancy import Agent, build_grid
+from turnwise.environments.navigation.occupancy import Agent, build_grid, sample_surface
 from turnwise.environments.navigation.render import Camera, Frame, RayCaster, camera_to_world, project
 from turnwise.environments.navigation.scenes import Bools, Doubles, Pose, Scene, SceneObject
 
@@ -51,6 +51,17 @@ class World:
     @cached_property
     def caster(self) -> RayCaster:
         return RayCaster(self.scene.mesh)
+
+    @cached_property
+    def is_wall_IJ(self) -> Bools:
+        """Cells with something at door height: walls, hardly ever furniture."""
+        points = sample_surface(self.scene.mesh, 0.8 * self.grid.cell_m, self.scene.floor_z + 2.0)
+        points = points[points[:, 2] > self.scene.floor_z + 1.85]
+        cells = np.floor((points[:, :2] - self.grid.low) / self.grid.cell_m).astype(int)
+        cells = cells[((cells >= 0) & (cells < self.grid.shape)).all(axis=1)]
+        walls = np.zeros(self.grid.shape, dtype=bool)
+        walls[cells[:, 0], cells[:, 1]] = True
+        return walls
 
     @cached_property
     def _graph(self) -> Any:  # scipy's sparse matrices are untyped
@@ -158,7 +169,13 @@ class WorldCache:
         self._worlds: LruCache[str, World] = LruCache(max_scenes)
 
     def get(self, scene_id: str) -> World:
-        return self._worlds.get(scene_id, lambda: World(self.source.load(scene_id), self.agent, self.cell_m))
+        return self._worlds.get(scene_id, lambda: self._build(scene_id))
+
+    def _build(self, scene_id: str) -> World:
+        world = World(self.source.load(scene_id), self.agent, self.cell_m)
+        # Built here, under the cache's lock: the threads of a group all want it at once.
+        _ = world.caster
+        return world
 
     def __reduce__(self) -> tuple[Any, ...]:
         # An Embree scene cannot be pickled: each process builds its own worlds.
