@@ -28,6 +28,7 @@ LEVEL = {
     "types": 1,
     "columns": 2,
     "config": 2,
+    "templates": 3,
     "environment": 2,
     "fingerprint": 2,
     "json_parse": 2,
