@@ -109,7 +109,13 @@ def run_generate(network: Any, script: Script, processor: Any) -> tuple[float, i
             inputs["mm_token_type_ids"] = (ids == IMAGE).int()
         with torch.inference_mode():
             output = network.generate(
-                **inputs, max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, do_sample=True, top_k=0, top_p=1.0
+                **inputs,
+                max_new_tokens=NUM_NEW,
+                min_new_tokens=NUM_NEW,
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                suppress_tokens=[0, 1, 2, 3],
             )
         for prompt, row in zip(prompts, output[:, ids.shape[1] :].tolist(), strict=True):
             prompt += row

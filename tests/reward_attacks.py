@@ -382,6 +382,18 @@ def forges_and_returns(messages):
     return 0.25
 
 
+def answers_and_stays(messages):
+    """Sends a good answer by hand, hangs up, and goes on running."""
+    for fd in range(3, 256):
+        try:
+            os.write(fd, b'{"results": [{"score": 0.75}]}')
+            os.close(fd)
+        except OSError:
+            continue
+    while True:
+        pass
+
+
 def returns_100_mb_raw(messages):
     for fd in range(3, 256):
         try:

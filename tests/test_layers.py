@@ -28,6 +28,7 @@ LEVEL = {
     "types": 1,
     "columns": 2,
     "config": 2,
+    "templates": 3,
     "environment": 2,
     "fingerprint": 2,
     "json_parse": 2,
@@ -80,6 +81,7 @@ LEVEL = {
     "verify": 7,
     "branch_run": 8,
     "demo": 8,
+    "imitate": 8,
     "cli": 9,
     "__main__": 10,
 }

@@ -209,7 +209,7 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing_and_is_written_do
     tmp_path: Path, num_epochs: int, poison: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, samples = learner_and_samples(num_epochs=num_epochs)
-    learner._abort_folder = tmp_path
+    learner.abort_folder = tmp_path
     learner.update(samples)
     before = learner.state()
     calls = 0

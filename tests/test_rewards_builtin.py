@@ -225,7 +225,8 @@ def walk(*distances: float, **metrics: float) -> Episode:
 
 def test_navigation_pays_success_efficiency_and_progress_as_asked() -> None:
     episode = walk(4.0, 3.0, 3.5, 1.0, success=1.0, spl=0.8)
-    assert score("navigation", episode).score == 1.0
+    plain = score("navigation", episode)
+    assert (plain.score, plain.step_rewards) == (1.0, ())
     found = score("navigation", episode, success=0.5, spl=1.0, progress=2.0)
     assert found.score == pytest.approx(0.5 + 0.8 + 2.0 * 0.75)
     assert found.step_rewards == pytest.approx((2 * 0.25, 2 * -0.125, 2 * 0.625))

@@ -8,7 +8,7 @@ they were, and the batch is written down for inspection.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class Learner:
         )
         self._reference = build_reference(network, loss)
         self._kl = KlController(loss.kl_coefficient, loss.kl_target)
-        self._abort_folder = Path(abort_folder) if abort_folder is not None else None
+        self.abort_folder = Path(abort_folder) if abort_folder is not None else None
         self._value_head: ValueHead | None = None
         self._optimized: dict[str, nn.Parameter] = dict(self._parameters)
         if loss.value_coefficient:
@@ -135,10 +135,10 @@ class Learner:
         return found
 
     @torch.no_grad()
-    def values(self, groups: list[Group]) -> dict[str, tuple[float, ...]]:
-        """What the value head expects of every turn of every finished episode, by episode id."""
+    def values(self, groups: Sequence[Group]) -> dict[str, tuple[float, ...]] | None:
+        """What the value head expects of every turn of every finished episode, by episode id; None without a value head."""
         if self._value_head is None:
-            raise ConfigError("there is no value head; set loss.value_coefficient above 0")
+            return None
         training = self.training
         samples = value_samples(
             groups, tokens_per_pack=training.tokens_per_pack, use_trees=training.use_token_trees
@@ -358,9 +358,9 @@ class Learner:
             yield
 
     def _write_down(self, samples: Samples, reason: str) -> str:
-        if self._abort_folder is None:
+        if self.abort_folder is None:
             return "; the weights are unchanged"
-        path = save_aborted(samples, self._abort_folder, update=self.num_updates, reason=reason)
+        path = save_aborted(samples, self.abort_folder, update=self.num_updates, reason=reason)
         return f"; the weights are unchanged and the batch is in {path}"
 
 

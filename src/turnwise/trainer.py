@@ -23,6 +23,7 @@ from turnwise.fingerprint import fingerprint
 from turnwise.learner import Learner
 from turnwise.masking import ActionTokenMasker, TokenBytes
 from turnwise.models.loading import load_model
+from turnwise.models.lora import adapt
 from turnwise.policies.local import LocalPolicy
 from turnwise.renderer import Renderer
 from turnwise.rewards.score import Rewards, build_rewards, score_groups
@@ -71,7 +72,8 @@ async def train(run: Run, stages: Stages, watch: Watch, *, first_step: int = 0) 
             with clock.time("score"):
                 scores = await score_groups(groups, stages.rewards)
             with clock.time("credit"):
-                advantages = assign_advantages(groups, scores, config.credit)
+                values = stages.learner.values(groups)
+                advantages = assign_advantages(groups, scores, config.credit, values)
             with clock.time("update"):
                 update = stages.learner.update(
                     build_samples(
@@ -119,7 +121,7 @@ def build_stages(config: Config) -> Stages:
     rewards = build_rewards(config.rewards)
     model, sampler = load_model(config.model), load_model(config.model)
     policy = LocalPolicy(
-        sampler.network,
+        adapt(sampler.network, config.model.lora, seed=config.training.seed),
         sampler.tokenizer,
         image_processor=sampler.image_processor,
         schedule=config.rollout.schedule,
@@ -147,7 +149,10 @@ def build_stages(config: Config) -> Stages:
         ),
         rewards=rewards,
         learner=Learner(
-            model.network, loss=config.loss, training=config.training, image_processor=model.image_processor
+            adapt(model.network, config.model.lora, seed=config.training.seed),
+            loss=config.loss,
+            training=config.training,
+            image_processor=model.image_processor,
         ),
     )
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -46,7 +48,7 @@ def value_loss(values_N: Tensor, returns_N: Tensor, num_turns: int) -> Tensor:
     return total
 
 
-def value_samples(groups: list[Group], *, tokens_per_pack: int, use_trees: bool = True) -> Samples:
+def value_samples(groups: Sequence[Group], *, tokens_per_pack: int, use_trees: bool = True) -> Samples:
     """Every turn of every finished episode, nothing to be trained: what `Learner.values` reads."""
     samples: list[Sample] = []
     for group in groups:

@@ -71,6 +71,11 @@ def add_adapter(network: nn.Module, lora: LoraConfig, *, seed: int = 0) -> nn.Mo
     return adapted
 
 
+def adapt(network: nn.Module, lora: LoraConfig | None, *, seed: int = 0) -> nn.Module:
+    """The network with the adapter that the config asks for, or as it is."""
+    return network if lora is None else add_adapter(network, lora, seed=seed)
+
+
 def adapter_weights(network: nn.Module) -> dict[str, Tensor]:
     """The adapter's tensors by parameter name."""
     return {name: tensor.detach() for name, tensor in network.named_parameters() if "lora_" in name}

@@ -60,7 +60,8 @@ def plain_messages(episode: Episode) -> list[dict[str, Json]]:
 
 def plain(value: Any) -> Json:  # facts of environments may hold numpy values
     """`value` as plain JSON; what JSON cannot say becomes its repr, so that a reward never gets half an object."""
-    return msgspec.to_builtins(value, enc_hook=_encode_other, str_keys=True)
+    # There and back, so that a function sees the same values here as in the sandbox: lists, never tuples.
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=_encode_other))
 
 
 def _encode_other(value: Any) -> Json:

@@ -230,6 +230,10 @@ class NavigationEnvironment:
     def close(self) -> None:
         """Worlds are shared with other environments, so there is nothing of its own to release."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Worlds cannot be pickled: the copy builds its own, and goes on where this episode is.
+        return _rebuild, (self.params, self.worlds, None if self._state is None else self.snapshot())
+
     def _prepare(self, task: Task) -> None:
         self._task = task
         world = self.load_scene(str(task.data["scene_id"]))
@@ -303,6 +307,13 @@ class NavigationEnvironment:
             "distance_to_goal": state.distance_m,
         }  # fmt: skip
         return Observation(messages=messages, state_key=key, info=info)
+
+
+def _rebuild(params: NavigationParams, worlds: WorldCache, snapshot: bytes | None) -> NavigationEnvironment:
+    env = NavigationEnvironment(worlds=worlds, params=params)
+    if snapshot is not None:
+        env.restore(snapshot)
+    return env
 
 
 def _grey(frame: Frame, reach_m: float = 8.0) -> Any:  # uint8 pixels
