@@ -352,6 +352,7 @@ HONEST = "\ndef f(messages): return 0.5\n"
         ("def f(): pass", "takes no messages"),
         ("from turnwise import reward_function\n@reward_function(requires=('not_installed',))" + HONEST, "requires the package not_installed"),
         ("f = 5", "is not a callable object"),
+        ("import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()" + HONEST, "starts a thread when it is imported"),
     ],
 )  # fmt: skip
 def test_a_module_that_cannot_be_loaded_says_why(tier: str, source: str, expected: str) -> None:
