@@ -80,6 +80,8 @@ def sandbox_processes() -> list[int]:
 
 
 def _descends_from_us(pid: int) -> bool:
+    """Whether it is a descendant of this process, or an orphan that may have been one."""
+    parents = []
     while pid > 1:
         if pid == os.getpid():
             return True
@@ -87,7 +89,8 @@ def _descends_from_us(pid: int) -> bool:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             return False
-    return pid == 1  # an orphan that looks like ours is ours
+        parents.append(pid)
+    return parents == [1]
 
 
 def wait_until_gone(allowed: int = 0) -> list[int]:
