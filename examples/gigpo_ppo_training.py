@@ -47,7 +47,9 @@ from turnwise.worker import score_of_steps
 
 REWARD = Path(__file__).parent / "frozenlake_reward.py"
 TASKS_PER_ITERATION, GROUP_SIZE = 12, 8
-LAKE = EnvironmentConfig(name="frozenlake", params={"size": 3, "ice": 1.0, "min_distance": 1, "max_distance": 2})
+LAKE = EnvironmentConfig(
+    name="frozenlake", params={"size": 3, "ice": 1.0, "min_distance": 1, "max_distance": 2}
+)
 ROLLOUT = RolloutConfig(max_turns=3, max_new_tokens=24, schedule="eager")
 # An invalid action costs more than any wrong move.
 CREDIT = CreditConfig(estimator="gigpo", gamma=0.95, omega=1.0, invalid_action_penalty=0.3)

@@ -332,6 +332,18 @@ def test_a_run_under_a_grammar_is_verified(tmp_path, cut):
     assert result.rescored_tokens > 0
 
 
+def test_a_run_that_trains_an_adapter_is_verified_and_keeps_only_the_adapter(tmp_path):
+    folder = tmp_path / "run"
+    asyncio.run(make_run(folder, Config.from_dict({**CONFIG.to_dict(), "model": {"lora": {"rank": 4}}})))
+    result = verify_run(folder)
+    assert result.problems == ()
+    assert result.is_verified
+    names = safetensors.numpy.load_file(folder / "weights/version-000001.safetensors")
+    assert all("lora_" in name for name in names)
+    shutil.copy(folder / "weights/version-000001.safetensors", folder / "weights/version-000000.safetensors")
+    assert wrong(verify_run(folder)) == {"hash", "logprob"}
+
+
 def test_weights_can_come_from_a_checkpoint(run):
     kept = run / "weights/version-000001.safetensors"
     tensors = {f"model/{name}": tensor for name, tensor in safetensors.torch.load_file(kept).items()}

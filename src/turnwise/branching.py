@@ -175,7 +175,10 @@ class ReplayPolicy:
 
     def __init__(self, policy: Policy, episode: Episode, num_turns: int) -> None:
         self._policy = policy
-        self._stored = [stored_completion(turn) for turn in episode.turns[:num_turns]]
+        self._stored = [
+            stored_completion(turn, is_token_exact=episode.is_token_exact)
+            for turn in episode.turns[:num_turns]
+        ]
         self.version = policy.version
 
     async def complete(
@@ -196,7 +199,7 @@ class ReplayPolicy:
         await self._policy.close()
 
 
-def stored_completion(turn: Turn) -> Completion:
+def stored_completion(turn: Turn, *, is_token_exact: bool = True) -> Completion:
     """What the policy returned for a stored turn."""
     stream = turn.stream
     kept = None
@@ -211,6 +214,7 @@ def stored_completion(turn: Turn) -> Completion:
         policy_version=turn.policy_version,
         kept=kept,
         banned_ids=stream.banned_ids,
+        is_token_exact=is_token_exact,
     )
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from turnwise.audit import EpisodeAudit, Findings
 from turnwise.fingerprint import fingerprint
 from turnwise.models.loading import LoadedModel, load_model
-from turnwise.models.lora import add_adapter
+from turnwise.models.lora import adapt
 from turnwise.policies.weights import load_into
 from turnwise.store.checkpoints import load_checkpoint
 from turnwise.store.episodes import EPISODES
@@ -76,9 +76,8 @@ def verify_run(
     """Check a whole run folder. Raises only when it cannot be read as a run at all."""
     config = read_config(folder)
     model = load_model(config.model)
-    if config.model.lora is not None:
-        adapted = add_adapter(model.network, config.model.lora, seed=config.training.seed)
-        model = msgspec.structs.replace(model, network=adapted.eval())
+    network = adapt(model.network, config.model.lora, seed=config.training.seed).eval()
+    model = msgspec.structs.replace(model, network=network)
     findings = Findings()
     audit = EpisodeAudit(folder, model, findings)
     scoring = _Scoring(
