@@ -316,8 +316,9 @@ def main() -> None:
     trl = measure_trl(arguments.trl_python, arguments.repeats) if arguments.trl_python else None
     first = next((row for row in cases if row["case"] == CASES[0].name), None)
     if trl is not None and first is not None and "fast" in trl:
-        trl["ratio"] = round(trl["fast"] / first["seconds"], 2)
-        trl["ratio_default"] = round(trl["default"] / first["seconds"], 2)
+        for name in ("fast", "default"):
+            trl[f"ratio_{name}"] = round(trl[name] / first["seconds"], 2)
+            trl[f"cpu_ratio_{name}"] = round(trl[f"{name}_cpu"] / first["cpu_seconds"], 2)
     result = {
         "benchmark": "update",
         "ratio": first["baselines"]["plain"]["ratio"] if first else None,

@@ -80,6 +80,8 @@ def sandbox_processes() -> list[int]:
 
 
 def _descends_from_us(pid: int) -> bool:
+    """Whether it is a descendant of this process, or an orphan that may have been one."""
+    parents = []
     while pid > 1:
         if pid == os.getpid():
             return True
@@ -87,7 +89,8 @@ def _descends_from_us(pid: int) -> bool:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             return False
-    return pid == 1  # an orphan that looks like ours is ours
+        parents.append(pid)
+    return parents == [1]
 
 
 def wait_until_gone(allowed: int = 0) -> list[int]:
@@ -352,6 +355,7 @@ HONEST = "\ndef f(messages): return 0.5\n"
         ("def f(): pass", "takes no messages"),
         ("from turnwise import reward_function\n@reward_function(requires=('not_installed',))" + HONEST, "requires the package not_installed"),
         ("f = 5", "is not a callable object"),
+        ("import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()" + HONEST, "starts a thread when it is imported"),
     ],
 )  # fmt: skip
 def test_a_module_that_cannot_be_loaded_says_why(tier: str, source: str, expected: str) -> None:

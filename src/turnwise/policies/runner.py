@@ -76,6 +76,8 @@ class Runner:
         """Compute the prompt tokens that no slot holds yet, and sample each sequence's first token."""
         if self.network.training:
             self.network.eval()
+        # Between turns others may have chosen another attention function for the network.
+        serve_slots(self.network)
         logits: dict[Sequence, torch.Tensor] = {}
         for phase in _phases(sequences, residents, self.image_token_id):
             for sequence, source, length in phase:
@@ -169,7 +171,6 @@ class Runner:
 
     def _forward(self, ids: _Ids, positions: _Ids, plan: Plan, **kwargs: Any) -> torch.Tensor:
         started_at = time.perf_counter()
-        serve_slots(self.network)
         output = self.network(
             input_ids=torch.from_numpy(ids).to(self._device),
             position_ids=torch.from_numpy(positions).to(self._device),

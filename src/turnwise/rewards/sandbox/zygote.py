@@ -203,6 +203,9 @@ def main() -> None:
     try:
         function = _load_function(setup)
         declaration = function.declare()
+        threading = sys.modules.get("threading")
+        if threading is not None and threading.active_count() > 1:
+            raise RuntimeError("the module starts a thread when it is imported; start it in the function")
     except BaseException as error:  # noqa: BLE001 - SystemExit at module level is the author's mistake as well
         _send_control(control, {"error": _describe(error)})
         os._exit(0)
