@@ -24,6 +24,7 @@ def main(folder: str, number: int) -> None:
     for _ in range(2):
         collector.collect_batch(num_episodes=number // 2)
         sizes.append(tracemalloc.get_traced_memory()[0])
+    assert collector.get_statistics()["mean_reward"] == 1.0
     print(*sizes)
 
 

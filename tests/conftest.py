@@ -95,3 +95,13 @@ def make_rollouts(tiny):
         )
 
     return make
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say which sandbox tiers the run has tried, and why others were not."""
+    import sys
+
+    probe = sys.modules.get("turnwise.rewards.sandbox.probe")
+    for found in probe._found.values() if probe else ():
+        state = "ran" if found.holds else f"not run ({found.reason})"
+        terminalreporter.write_line(f"sandbox tier {found.tier}: {state}")

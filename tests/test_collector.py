@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,6 +127,13 @@ def test_a_function_that_makes_environments_lets_episodes_run_together(simulator
     assert [episode.episode_id for episode in seen] == list(episodes.episode_ids)
     assert [len(wave) for wave in (episodes[:4], episodes[8:])] == [4, 2]
     assert episodes[-1].episode_id == "ep010"
+    assert all(episode.final_reward == 1.0 for episode in episodes)
+
+
+def test_a_class_of_environments_makes_them(simulator, tmp_path):
+    collector = EpisodeBatchCollector(simulator, CountingGame, tmp_path)
+    assert [episode.final_reward for episode in collector.collect_batch(num_episodes=2)] == [1.0, 1.0]
+    assert collector.collect_episode(initial_pose={"target": 1}).final_reward == 1.0
 
 
 def test_an_environment_that_can_be_cloned_is(simulator, tmp_path):
@@ -215,7 +223,7 @@ def test_dropped_episodes_are_counted_with_their_reasons(tiny, tmp_path):
 def test_memory_does_not_grow_with_the_number_of_episodes(tmp_path):
     program = Path(__file__).with_name("collect_many.py")
     shown = subprocess.run(
-        [sys.executable, str(program), str(tmp_path), "600"],
+        [sys.executable, str(program), str(tmp_path), "300"],
         capture_output=True,
         text=True,
         check=True,
@@ -223,4 +231,43 @@ def test_memory_does_not_grow_with_the_number_of_episodes(tmp_path):
     )
     half, full = map(int, shown.stdout.split())
     # The second half may cost an index entry each (some 200 bytes), not the episodes themselves.
-    assert full - half < 400_000
+    assert full - half < 250_000
+
+
+def test_the_navigation_snippet_runs_with_a_vision_language_model(tmp_path):
+    from turnwise import NavigationEnvironment
+    from turnwise.models.tiny_vision import build_image_processor, build_network, build_tokenizer
+
+    tokenizer = build_tokenizer()
+    model, image_processor = build_network(tokenizer), build_image_processor()
+
+    # What `AutoProcessor` gives: a tokenizer and an image processor.
+    processor = SimpleNamespace(tokenizer=tokenizer, image_processor=image_processor)
+    env = NavigationEnvironment(
+        generate={"num_train_scenes": 2, "num_eval_scenes": 1, "max_rooms": 1}, width=64, height=64
+    )
+    scene_id = env.worlds.source.scene_ids("train")[0]
+    env.load_scene(scene_id)
+    simulator = EpisodeSimulator(
+        model=model, processor=processor, min_action_tokens=10, max_action_tokens=100, do_sample=True, temperature=1.0,
+        max_turns=2, max_new_tokens=20,
+    )  # fmt: skip
+    initial_pose = env.get_random_pose()
+    episode = simulator.run_episode(env, initial_pose, "ep001")
+    assert episode.failure is None, episode.failure
+    assert episode.num_turns == 2
+    assert len(episode.streams[0].images) == 2
+    # A network that was never trained finds no action, and the episode says so.
+    assert not episode.is_valid
+    assert episode.dropout_reason is not None
+    simulator.log_stats()
+
+    collector = EpisodeBatchCollector(
+        simulator=simulator, env=env, output_dir=tmp_path / "episodes", num_episodes=2
+    )
+    episodes = collector.collect_batch(scene_id=scene_id)
+    assert [stored.task.data["scene_id"] for stored in episodes] == [scene_id] * 2
+    assert all(stored.failure is None for stored in episodes)
+    assert episodes[0].task.data["start"] != episodes[1].task.data["start"]
+    assert episodes[0].turns[0].observation.images[0].pixels.shape == (64, 64, 3)
+    simulator.close()

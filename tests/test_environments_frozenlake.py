@@ -58,6 +58,17 @@ def test_reaching_the_goal_pays_and_ends_the_episode():
     assert (transition.reward, transition.is_terminal, transition.metrics["success"]) == (1.0, True, 1.0)
 
 
+def test_progress_pays_for_each_move_nearer_and_costs_for_each_away():
+    spec = lake(size=3, ice=1.0, min_distance=2, max_distance=4, progress_reward=0.1)
+    environment = spec.make()
+    observation = environment.reset(Task(task_id="t", seed=1))
+    away = {"up": "down", "down": "up", "left": "right", "right": "left"}
+    way = observation.text.split("Goal: ")[1].split()[0]
+    nearer = environment.step(Action(value={"move": way}))
+    back = environment.step(Action(value={"move": away[way]}))
+    assert (nearer.reward, back.reward) == (0.1, -0.1)
+
+
 @pytest.mark.parametrize("value", [None, {}, {"move": "north"}, {"move": 3}, {"move": ["left"]}])
 def test_an_invalid_action_changes_nothing_and_says_what_is_allowed(value):
     environment = lake().make()

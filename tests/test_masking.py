@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from tests.chat_tokenizers import NASTY_MERGES, byte_tokenizer
 
 from turnwise.masking import ActionTokenMasker, TokenBytes
@@ -164,6 +165,18 @@ def test_integers_beyond_64_bits_become_floats(tokenizer, token_bytes):
     }
     digits = "1" * 5000
     assert masker.mask(tokenizer.encode(f'{{"a": {digits}}}')).problem == "invalid_json"
+
+
+def test_tensors_of_one_completion_are_taken_and_batches_are_not(tokenizer, token_bytes):
+    masker = ActionTokenMasker(token_bytes)
+    ids = tokenizer.encode(f"so {VALID}")
+    plain = masker.mask(ids, KEYS)
+    assert plain.action_token_start_index == np.flatnonzero(plain.action_token_mask)[0]
+    assert plain.action_token_end_index == len(ids)
+    for given in (torch.tensor(ids), torch.tensor([ids]), np.array(ids)):
+        assert masker.mask(given, KEYS).action_token_mask.tolist() == plain.action_token_mask.tolist()
+    with pytest.raises(ValueError, match=r"shape \(2, "):
+        masker.mask(torch.tensor([ids, ids]), KEYS)
 
 
 def test_settings_that_cannot_work_are_refused(token_bytes):

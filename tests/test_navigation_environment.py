@@ -1,5 +1,7 @@
 import json
 import math
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -197,6 +199,29 @@ def test_a_snapshot_brings_back_pose_turn_and_metrics() -> None:
         assert again.observation.images == after.observation.images
         assert again.observation.info == after.observation.info
         assert again.metrics == after.metrics
+
+
+def test_a_pickled_environment_goes_on_in_its_own_worlds() -> None:
+    spec = small_spec()
+    env = spec.make()
+    env.reset(spec.tasks.task(0, "train"))
+    env.step(Action(value={"rotation_angle_degrees": 15, "forward_meters": 0.25}))
+    copy = pickle.loads(pickle.dumps(env))
+    assert copy.worlds is not env.worlds
+    action = Action(value={"rotation_angle_degrees": -60, "forward_meters": 0.5})
+    assert copy.step(action).observation.images == env.step(action).observation.images
+    other = pickle.loads(pickle.dumps(spec))
+    assert other.tasks.task(3, "eval") == spec.tasks.task(3, "eval")
+    assert other.tasks.worlds is other.worlds
+
+
+def test_threads_share_a_world() -> None:
+    spec = small_spec()
+    task = spec.tasks.task(0, "train")
+    fresh = small_spec()
+    with ThreadPoolExecutor(8) as threads:
+        seen = list(threads.map(lambda _: fresh.make().reset(task).images[0].sha256, range(16)))
+    assert set(seen) == {spec.make().reset(task).images[0].sha256}
 
 
 def test_equal_poses_have_equal_state_keys() -> None:

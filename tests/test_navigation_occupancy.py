@@ -1,13 +1,14 @@
 import itertools
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
 from turnwise.environments.navigation.generator import SceneOptions, make_scene
 from turnwise.environments.navigation.geodesic import distance_field, floor_graph
 from turnwise.environments.navigation.occupancy import Agent, OccupancyGrid, build_grid
-from turnwise.environments.navigation.scenes import Pose, estimate_floor
+from turnwise.environments.navigation.scenes import Mesh, Pose, estimate_floor
 from turnwise.environments.navigation.world import World
 
 MAZE = """
@@ -133,3 +134,22 @@ def test_the_floor_is_found_under_a_capture_whose_origin_is_at_head_height() -> 
         scene = make_scene("s", seed)
         lowest = float(scene.mesh.vertices_V3[:, 2].min())
         assert estimate_floor(scene.mesh) == pytest.approx(lowest, abs=0.01)
+
+
+def test_a_rough_scan_with_holes_is_still_walkable() -> None:
+    # As a fused iPad scan: small triangles, uneven by a centimetre, one in eight missing, no ceiling.
+    scene = make_scene("s", 4, SceneOptions(has_ceiling=False, tile_m=0.1, max_rooms=1))
+    rng = np.random.default_rng(0)
+    corners = scene.mesh.corners_F33() + rng.normal(0, 0.01, (len(scene.mesh.faces_F3), 3, 3))
+    colors = scene.mesh.colors_V3[scene.mesh.faces_F3]
+    kept = rng.random(len(corners)) > 0.125
+    count = int(kept.sum())
+    mesh = Mesh(
+        vertices_V3=corners[kept].reshape(-1, 3).astype(np.float32),
+        faces_F3=np.arange(3 * count, dtype=np.int32).reshape(-1, 3),
+        colors_V3=colors[kept].reshape(-1, 3),
+    )
+    rough = msgspec.structs.replace(scene, mesh=mesh, floor_z=estimate_floor(mesh))
+    assert rough.floor_z == pytest.approx(scene.floor_z, abs=0.02)
+    free, rough_free = build_grid(scene, Agent()).is_free_IJ, build_grid(rough, Agent()).is_free_IJ
+    assert rough_free.sum() > 0.8 * free.sum()

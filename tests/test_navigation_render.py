@@ -90,6 +90,16 @@ def test_furniture_is_drawn_where_its_annotation_says() -> None:
     assert num_seen >= 30
 
 
+def test_a_cameras_axes_are_right_down_and_forward() -> None:
+    level = camera_to_world(Pose(x=1, y=2, yaw_degrees=0), 3.0)
+    assert level[:3].T.tolist() == [[0, -1, 0], [0, 0, -1], [1, 0, 0], [1, 2, 3]]
+    for yaw, pitch in ((30.0, -40.0), (-120.0, 25.0)):
+        matrix = camera_to_world(Pose(x=0, y=0, yaw_degrees=yaw), 0.0, pitch)[:3, :3]
+        assert matrix @ matrix.T == pytest.approx(np.eye(3))
+        assert np.linalg.det(matrix) == pytest.approx(1.0)
+        assert matrix[2, 2] == pytest.approx(math.sin(math.radians(pitch)))
+
+
 def test_a_miss_has_no_depth() -> None:
     frame = RayCaster(box_room(1.0, 1.0)).render(
         Camera.with_view(32, 32, 60), camera_to_world(Pose(x=5, y=0, yaw_degrees=0), 1.0)

@@ -11,12 +11,24 @@ from typer.testing import CliRunner
 
 import turnwise
 from turnwise.cli import app
+from turnwise.environments.navigation import Expert, NavigationSpec, build_navigation
+from turnwise.environments.navigation.film import film_episode, save_gif, side_by_side
 from turnwise.environments.navigation.generator import SceneOptions, make_scene
 from turnwise.environments.navigation.maps import FloorMap, draw_task
 from turnwise.environments.navigation.occupancy import Agent
 from turnwise.environments.navigation.sources import GeneratedScenes
 from turnwise.environments.navigation.world import World
 from turnwise.errors import SceneError
+from turnwise.types import (
+    Action,
+    Episode,
+    FinishReason,
+    MaskingMethod,
+    SamplingParams,
+    StopReason,
+    TokenStream,
+    Turn,
+)
 
 run = CliRunner()
 
@@ -154,3 +166,51 @@ def test_two_hundred_expert_episodes_succeed_in_flat_memory() -> None:
     report = run_expert(200, "shortest", None, seed=1)
     assert report["success"] >= 0.99
     assert report["memory_mb_at_end"] - report["memory_mb_at_half"] < 30
+
+
+def played_episode(spec: NavigationSpec) -> Episode:
+    """An expert's episode, as a rollout would store it."""
+    task, env, expert = spec.tasks.task(0, "train"), spec.make(), Expert("sighted")
+    observation, turns = env.reset(task), []
+    stream = TokenStream(
+        ids=np.zeros(0, np.int32), is_sampled=np.zeros(0, bool), logprobs=np.zeros(0, np.float32)
+    )
+    while True:
+        said = expert.act(env.situation())
+        action = Action(value=said.command.as_value())
+        transition = env.step(action)
+        turns.append(
+            Turn(
+                turn_index=len(turns), stream=stream, prompt_start=0, completion_start=0, completion_end=0,
+                observation=observation, action=action, text=f"{said.reasoning} {json.dumps(action.value)}",
+                action_token_mask=np.zeros(0, bool), masking_method=MaskingMethod.BRACE_DEPTH, masking_confidence=1.0,
+                finish_reason=FinishReason.ACTION, policy_version=0, reward=transition.reward,
+            )
+        )  # fmt: skip
+        observation = transition.observation
+        if transition.is_terminal:
+            break
+    return Episode(
+        episode_id="e", group_id="g", task=task, turns=tuple(turns), streams=(stream,), stop_reason=StopReason.TERMINAL,
+        sampling=SamplingParams(), metrics=transition.metrics,
+    )  # fmt: skip
+
+
+def test_an_episode_becomes_a_film(tmp_path: Path) -> None:
+    spec = build_navigation(
+        {
+            "generate": {"num_train_scenes": 2, "max_rooms": 1},
+            "solvable_by": "sighted",
+            "width": 96,
+            "height": 96,
+        }
+    )
+    assert isinstance(spec, NavigationSpec)
+    episode = played_episode(spec)
+    pictures = film_episode(spec.worlds, episode)
+    assert len(pictures) == episode.num_turns + 1
+    save_gif(tmp_path / "a.gif", side_by_side(pictures, pictures[:2]))
+    with PIL.Image.open(tmp_path / "a.gif") as film:
+        assert film.n_frames == len(pictures)
+    with pytest.raises(ValueError, match="at least one picture"):
+        save_gif(tmp_path / "b.gif", [])

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.reward_episodes import make_episode
 
 from turnwise.errors import RewardError
@@ -130,3 +132,26 @@ def test_step_rewards_of_another_length_are_refused() -> None:
             steps_of_episode(make_episode("a")),
             Score(episode_id="e0", reward_name="f", score=1.0, step_rewards=(0.0, 0.0)),
         )
+
+
+@given(
+    num_turns=st.integers(1, 6),
+    indices=st.lists(st.integers(0, 14), max_size=8),
+    kind=st.sampled_from(["turn", "message"]),
+)
+def test_every_output_lands_once_or_the_whole_result_is_refused(
+    num_turns: int, indices: list[int], kind: str
+) -> None:
+    steps = steps_of_episode(make_episode(*"abcdef"[:num_turns]))
+    result = EvaluateResult(score=0.0, step_outputs=outputs(*((i, float(n)) for n, i in enumerate(indices))))
+    allowed = range(num_turns) if kind == "turn" else range(1, 2 * num_turns, 2)
+    fits = len(set(indices)) == len(indices) and set(indices) <= set(allowed)
+    if not fits:
+        with pytest.raises(RewardError, match="reward f, episode e0: step_index"):
+            align_rewards(steps, result, function="f", step_index_kind=kind)  # type: ignore[arg-type]
+        return
+    aligned = align_rewards(steps, result, function="f", step_index_kind=kind)  # type: ignore[arg-type]
+    expected: list[float | None] = [None] * num_turns
+    for value, index in enumerate(indices):
+        expected[index if kind == "turn" else index // 2] = float(value)
+    assert [step.base_reward for step in aligned] == expected

@@ -225,7 +225,8 @@ def walk(*distances: float, **metrics: float) -> Episode:
 
 def test_navigation_pays_success_efficiency_and_progress_as_asked() -> None:
     episode = walk(4.0, 3.0, 3.5, 1.0, success=1.0, spl=0.8)
-    assert score("navigation", episode).score == 1.0
+    plain = score("navigation", episode)
+    assert (plain.score, plain.step_rewards) == (1.0, ())
     found = score("navigation", episode, success=0.5, spl=1.0, progress=2.0)
     assert found.score == pytest.approx(0.5 + 0.8 + 2.0 * 0.75)
     assert found.step_rewards == pytest.approx((2 * 0.25, 2 * -0.125, 2 * 0.625))
@@ -279,6 +280,15 @@ def test_mean_relative_accuracy_counts_the_tolerances_kept(
     value: float | None, target: float, expected: float
 ) -> None:
     assert vsibench.mean_relative_accuracy(value, target) == pytest.approx(expected)
+
+
+def test_the_reward_and_the_environment_agree_on_relative_accuracy() -> None:
+    from turnwise.environments.navigation import vsibench as benchmark
+
+    for value in (0.0, 1.0, 2.5, 4.75, 5.0, 5.25, 7.0, 7.5, 9.0, 9.5, 10.0, 10.5, 12.0, 15.0, 20.0, -3.0):
+        for target in (1.0, 2.0, 5.0, 10.0, 12.5):
+            expected = benchmark.mean_relative_accuracy(value, target)
+            assert vsibench.mean_relative_accuracy(value, target) == pytest.approx(expected), (value, target)
 
 
 def test_the_overall_score_counts_directions_once() -> None:

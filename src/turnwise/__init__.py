@@ -20,6 +20,8 @@ _HOMES = {
     "turnwise.config": (
         "Config", "get_debug_config", "get_full_scale_config", "get_small_scale_config",
     ),
+    "turnwise.config": ("Config",),
+    "turnwise.templates": ("get_debug_config", "get_full_scale_config", "get_small_scale_config"),
     "turnwise.credit": ("assign_advantages",),
     "turnwise.environment": ("Environment",),
     "turnwise.environments.navigation": ("NavigationEnvironment",),
@@ -40,6 +42,7 @@ _HOMES = {
         "Action", "Completion", "Episode", "Group", "Image", "Message", "Observation", "SamplingParams", "Task",
         "TokenStream", "Transition", "Turn",
     ),
+    "turnwise.worker": ("AgentPolicy", "RLRolloutWorker", "TaskDefinition"),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

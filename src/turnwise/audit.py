@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.errors import StoreError, TurnwiseError
+from turnwise.errors import TurnwiseError
 from turnwise.masking import ActionTokenMasker
 from turnwise.models.loading import LoadedModel
 from turnwise.renderer import Renderer
@@ -46,20 +47,16 @@ class EpisodeAudit:
         self._renderers: dict[str, Renderer] = {}
         self._seen_images: set[str] = set()
         self._episodes_of_step: Counter[str] = Counter()
-        self._broken_files: set[str] = set()
+        self._files: dict[tuple[str, str], bool] = {}
 
     def read_episodes(self) -> Iterator[Episode]:
         """Every episode that is what was written; the others are counted."""
         for number, record in self._read_records():
             self._episodes_of_step[str(record["episode_id"]).partition("-")[0]] += 1
+            if not self._is_file_whole(record["tensors"]):
+                continue
             try:
                 episode = read_episode(self._folder, record)
-            except (StoreError, OSError) as error:
-                file = str(record["tensors"]["file"])
-                if file not in self._broken_files:
-                    self._broken_files.add(file)
-                    self._findings.note("hash_mismatches", str(error))
-                continue
             except (TurnwiseError, ValueError, KeyError, IndexError) as error:
                 self._findings.note(
                     "turn_mismatches", f"record {number} does not describe an episode: {error}"
@@ -67,6 +64,21 @@ class EpisodeAudit:
                 continue
             self._check_record(record, episode)
             yield episode
+
+    def _is_file_whole(self, tensors: Mapping[str, Any]) -> bool:
+        """Whether a tensor file is what was written; read anew, for what was read earlier may have been changed since."""
+        name, expected = str(tensors["file"]), str(tensors["sha256"])
+        if (name, expected) not in self._files:
+            try:
+                with (self._folder / name).open("rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                problem = None if found == expected else "does not have the content it was written with"
+            except OSError as error:
+                problem = f"cannot be read: {error.strerror}"
+            self._files[name, expected] = problem is None
+            if problem is not None:
+                self._findings.note("hash_mismatches", f"{name} {problem}")
+        return self._files[name, expected]
 
     def _read_records(self) -> Iterator[tuple[int, dict[str, Any]]]:
         with (self._folder / EPISODES).open("rb") as file:

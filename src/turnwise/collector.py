@@ -25,6 +25,7 @@ from turnwise.types import Episode, Turn
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import TypeIs
 
 MANIFEST = "episode_manifest.jsonl"
 SaveFormat = Literal["jsonl", "full", "both"]
@@ -209,20 +210,22 @@ class EpisodeBatchCollector:
         self, environments: Sequence[Environment], poses: Sequence[Any] | None, done: int
     ) -> list[PlannedEpisode]:
         planned = []
+        # One environment draws for all: copies of it would draw the same poses.
+        drawer = environments[0]
         episode_ids = self._free_ids("ep{:03d}", 1)
         for offset, (environment, episode_id) in enumerate(zip(environments, episode_ids, strict=False)):
             if poses is not None:
                 pose = poses[done + offset]
             else:
-                pose = environment.get_random_pose() if hasattr(environment, "get_random_pose") else None
-            task = make_task(environment, pose, episode_id)
+                pose = drawer.get_random_pose() if hasattr(drawer, "get_random_pose") else None
+            task = make_task(drawer, pose, episode_id)
             planned.append(PlannedEpisode(environment=environment, task=task, episode_id=episode_id))
         return planned
 
     def _environments(self, count: int) -> list[Environment]:
         if self.env is None:
             raise StoreError("collect_batch needs an environment; pass env= to the collector")
-        if isinstance(self.env, Environment):
+        if _is_environment(self.env):
             clone = getattr(self.env, "clone", None)
             return [self.env, *(clone() for _ in range(count - 1))] if clone is not None else [self.env]
         return [self.env() for _ in range(count)]
@@ -231,7 +234,7 @@ class EpisodeBatchCollector:
         given = self.env if env is None else env
         if given is None:
             raise StoreError("collect_episode needs an environment; pass one to it or env= to the collector")
-        return given if isinstance(given, Environment) else given()
+        return given if _is_environment(given) else given()
 
     def _free_ids(self, pattern: str, first: int) -> Iterator[str]:
         """Ids that are not taken; numbers go on after those of an earlier session in the same folder."""
@@ -284,6 +287,13 @@ class _Progress:
 
     def advance(self, episodes: Sequence[Episode]) -> None:
         self._bar.advance(self._line, len(episodes))
+
+
+def _is_environment(
+    given: Environment | Callable[[], Environment],
+) -> TypeIs[Environment]:
+    # A class of environments has all the methods of one; called, it makes one.
+    return isinstance(given, Environment) and not isinstance(given, type)
 
 
 def _turn_tensors(turn: Turn) -> dict[str, torch.Tensor | int]:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -24,9 +26,9 @@ Singleton = Literal["raw", "zero"]
 
 def number_ids(ids: Sequence[Hashable]) -> tuple[CodeArray, list[Hashable]]:
     """Number ids by first appearance."""
-    names = list(ids)
-    codes = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return np.fromiter(map(codes.__getitem__, names), dtype=np.int64, count=len(names)), list(codes)
+    codes: defaultdict[Hashable, int] = defaultdict(itertools.count().__next__)
+    # One pass: each look at a scattered object may be a cache miss.
+    return np.fromiter(map(codes.__getitem__, ids), dtype=np.int64, count=len(ids)), list(codes)
 
 
 def first_rows(codes: CodeArray, count: int) -> CodeArray:

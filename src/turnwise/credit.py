@@ -143,7 +143,12 @@ def _takes_part(episode: Episode, scores: Mapping[str, Score]) -> bool:
 
 def _left_out(episode: Episode) -> list[TurnCredit]:
     return [
-        TurnCredit(episode_id=episode.episode_id, turn_index=turn.turn_index, advantage=None)
+        TurnCredit(
+            episode_id=episode.episode_id,
+            group_id=episode.group_id,
+            turn_index=turn.turn_index,
+            advantage=None,
+        )
         for turn in episode.turns
     ]
 
@@ -172,7 +177,7 @@ def _share_out(table: _Table, by_episode: Mapping[str, float]) -> list[TurnCredi
     rows = zip(table.episode_ids, table.turn_indices, table.rewards, strict=True)
     return [
         TurnCredit(
-            episode_id=name, turn_index=turn_index, step_reward=reward,
+            episode_id=name, group_id=table.groups[name], turn_index=turn_index, step_reward=reward,
             advantage=by_episode[name], episode_advantage=by_episode[name],
         )
         for name, turn_index, reward in rows
@@ -196,7 +201,7 @@ def _credit_gigpo(table: _Table, config: CreditConfig, values: object) -> list[T
     anchors = [hash_state_key(table.state_keys[row]) for row in first.tolist()]
     return [
         TurnCredit(
-            episode_id=table.episode_ids[row], turn_index=table.turn_indices[row], step_reward=table.rewards[row],
+            episode_id=table.episode_ids[row], group_id=table.group_ids[row], turn_index=table.turn_indices[row], step_reward=table.rewards[row],
             step_return=float(found.step_returns[row]), episode_advantage=float(found.episode_advantages[row]),
             step_advantage=float(found.step_advantages[row]), advantage=float(found.advantages[row]),
             anchor=anchors[label], anchor_size=int(sizes[label]),
@@ -239,7 +244,7 @@ def _by_turn(table: _Table, returns: Float64Array, column: Float64Array) -> list
     )
     return [
         TurnCredit(
-            episode_id=name, turn_index=turn_index, step_reward=reward, step_return=step_return, advantage=advantage
+            episode_id=name, group_id=table.groups[name], turn_index=turn_index, step_reward=reward, step_return=step_return, advantage=advantage
         )
         for name, turn_index, reward, step_return, advantage in rows
     ]  # fmt: skip

@@ -56,6 +56,17 @@ class TurnMask(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def num_action_tokens(self) -> int:
         return int(self.action_token_mask.sum())
 
+    @property
+    def action_token_start_index(self) -> int | None:
+        """The action's first token; None without an action."""
+        return int(np.argmax(self.action_token_mask)) if self.num_action_tokens else None
+
+    @property
+    def action_token_end_index(self) -> int | None:
+        """One past the action's last token."""
+        start = self.action_token_start_index
+        return None if start is None else start + self.num_action_tokens
+
 
 class EpisodeQuality(msgspec.Struct, frozen=True, kw_only=True):
     """What the masks of all turns say about an episode."""
@@ -119,7 +130,7 @@ class ActionTokenMasker:
         self, generated_ids: Sequence[int] | IntArray, action_keys: frozenset[str] = frozenset()
     ) -> TurnMask:
         """The mask of one completion, by the strongest strategy that finds anything."""
-        ids = [int(index) for index in generated_ids]
+        ids = _flat_ids(generated_ids)
         found = self._find(ids, action_keys)
         if found.method is not MaskingMethod.FAILED:
             found = msgspec.structs.replace(found, problem=self._range_problem(found.num_action_tokens))
@@ -246,6 +257,15 @@ def _read_integer(digits: str) -> int | float:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
+
+
+def _flat_ids(generated_ids: Sequence[int] | IntArray) -> list[int]:
+    ids = np.asarray(generated_ids, dtype=np.int64)
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]  # what `generate` returns for one prompt
+    if ids.ndim != 1:
+        raise ValueError(f"a mask is made for one completion; got token ids of shape {ids.shape}")
+    return [int(index) for index in ids]
 
 
 def _turn_mask(length: int, start: int, end: int, method: MaskingMethod, action: Action) -> TurnMask:

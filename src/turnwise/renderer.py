@@ -45,9 +45,9 @@ class Renderer:
         self.image_processor = image_processor
         self.history = history
         self._template = _chat_template(tokenizer)
-        self.special_ids = frozenset(int(index) for index in tokenizer.all_special_ids) | frozenset(
-            int(index) for index, token in tokenizer.added_tokens_decoder.items() if token.special
-        )
+        self.special_ids = frozenset(
+            int(index) for index in tokenizer.all_special_ids if index is not None
+        ) | frozenset(int(index) for index, token in tokenizer.added_tokens_decoder.items() if token.special)
         self.image_token_id = _image_token_id(tokenizer)
         self._own_controls, self._foreign_controls = self._control_patterns()
         self._newline_ids: list[int] = tokenizer.encode("\n", add_special_tokens=False)

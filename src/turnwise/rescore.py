@@ -12,11 +12,12 @@ from pathlib import Path
 import msgspec
 
 from turnwise.rewards.score import Rewards, score_run
-from turnwise.store.episodes import read_episodes
+from turnwise.store.episodes import EPISODES, read_episodes
+from turnwise.store.log import read_records
 from turnwise.store.run import Run, file_name
 from turnwise.types import Episode, Score
 
-_EPISODES_AT_ONCE = 512
+_EPISODES_AT_ONCE = 128
 
 
 class Rescoring(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +63,11 @@ async def rescore_run(
     finally:
         run.close()
     return _summarize(folder, rewards.name, scores, spans, time.perf_counter() - started)
+
+
+def count_episodes(folder: Path) -> int:
+    """How many episodes a run holds."""
+    return sum(1 for _ in read_records(folder / EPISODES))
 
 
 def _batches(episodes: Iterable[Episode], size: int | None) -> Iterator[list[Episode]]:

@@ -21,6 +21,8 @@ from turnwise.types import FloatArray, IntArray, SamplingParams
 _BLOCK = 128
 # How many candidates to look at before sorting the vocabulary, for top-p without top-k.
 _FIRST_CANDIDATES = 256
+# Logits up to which numpy is quicker than torch.
+_SMALL = 65_536
 _NOTHING_CUT = np.empty(0, dtype=np.int32)
 
 
@@ -56,28 +58,65 @@ def draw_tokens(
         logits_RV.index_fill_(1, banned_ids, float("-inf"))
     if allowed_RV is not None:
         logits_RV.masked_fill_(~allowed_RV, float("-inf"))
+    has_top_k = 0 < sampling.top_k < logits_RV.shape[1]
+    is_cut = has_top_k or sampling.top_p < 1 or sampling.min_p > 0
+    if (
+        logits_RV.numel() <= _SMALL
+        and logits_RV.device.type == "cpu"
+        and (sampling.temperature == 0 or not is_cut)
+    ):
+        return _draw_small(logits_RV.numpy(), sampling.temperature, uniforms_R, allowed_RV)
     top_R = logits_RV.amax(dim=-1)
     if not bool(torch.isfinite(top_R).all()):
         raise PolicyError(_explain_unusable(top_R))
     if sampling.temperature == 0:
-        best = logits_RV.argmax(dim=-1).cpu().numpy()
-        return Draw(
-            token_ids=best,
-            logprobs=np.zeros(len(best), dtype=np.float32),
-            kept=list(best.astype(np.int32)[:, None]),
-        )
+        return _certain(logits_RV.argmax(dim=-1).cpu().numpy())
     if sampling.temperature != 1:
         logits_RV.div_(sampling.temperature)
         top_R = top_R / sampling.temperature
     uniforms_t_R = torch.from_numpy(np.asarray(uniforms_R, dtype=np.float64)).to(logits_RV.device)
-    has_top_k = 0 < sampling.top_k < logits_RV.shape[1]
-    if not has_top_k and sampling.top_p == 1 and sampling.min_p == 0:
+    if not is_cut:
         kept = None if allowed_RV is None else _finite_ids(logits_RV, allowed_RV.all(dim=-1).tolist())
         return _draw_from_all(logits_RV, top_R, uniforms_t_R, kept)
     if has_top_k:
         values_RC, ids_RC = top_candidates(logits_RV, sampling.top_k)
         return _draw_from_candidates(values_RC, ids_RC, None, sampling, uniforms_t_R)
     return _draw_without_top_k(logits_RV, top_R, sampling, uniforms_t_R)
+
+
+def _certain(best_R: npt.NDArray[np.int64]) -> Draw:
+    return Draw(
+        token_ids=best_R,
+        logprobs=np.zeros(len(best_R), dtype=np.float32),
+        kept=list(best_R.astype(np.int32)[:, None]),
+    )
+
+
+def _draw_small(
+    logits_RV: npt.NDArray[np.float32],
+    temperature: float,
+    uniforms_R: npt.NDArray[np.float64],
+    allowed_RV: torch.Tensor | None,
+) -> Draw:
+    """`_draw_from_all` in numpy: for small vocabularies starting torch's kernels costs more than running them."""
+    rows = np.arange(len(logits_RV))
+    best_R = logits_RV.argmax(axis=-1)
+    top_R = logits_RV[rows, best_R]
+    if not np.isfinite(top_R).all():
+        raise PolicyError(_explain_unusable(torch.from_numpy(top_R)))
+    if temperature == 0:
+        return _certain(best_R)
+    scaled_RV = (logits_RV - top_R[:, None]) / np.float32(temperature)
+    ends_RV = np.exp(scaled_RV).cumsum(axis=-1, dtype=np.float64)
+    totals_R = ends_RV[:, -1]
+    picked_R = (ends_RV <= (uniforms_R * totals_R)[:, None]).sum(axis=-1)
+    # Rounding may put the target on the total; the last id that has any weight ends at the total.
+    picked_R = np.minimum(picked_R, (ends_RV < totals_R[:, None]).sum(axis=-1))
+    kept = [_NOTHING_CUT] * len(rows)
+    if allowed_RV is not None:
+        kept = _finite_ids(torch.from_numpy(logits_RV), allowed_RV.all(dim=-1).tolist())
+    logprobs_R = scaled_RV[rows, picked_R] - np.log(totals_R)
+    return Draw(token_ids=picked_R, logprobs=logprobs_R.astype(np.float32), kept=kept)
 
 
 def top_candidates(logits_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

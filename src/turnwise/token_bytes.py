@@ -26,9 +26,9 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Any) -> None:  # Hugging Face tokenizers share no importable light base
         self._bytes = _read_vocabulary(tokenizer)
-        self.special_ids = frozenset(int(index) for index in tokenizer.all_special_ids) | frozenset(
-            int(index) for index, token in tokenizer.added_tokens_decoder.items() if token.special
-        )
+        self.special_ids = frozenset(
+            int(index) for index in tokenizer.all_special_ids if index is not None
+        ) | frozenset(int(index) for index, token in tokenizer.added_tokens_decoder.items() if token.special)
         for index in self.special_ids:
             if index < len(self._bytes):
                 self._bytes[index] = b""

@@ -466,6 +466,8 @@ class TurnCredit(msgspec.Struct, frozen=True, kw_only=True):
     turn_index: int
     advantage: float | None
     """None when the episode takes no part (failed, unscored)."""
+    group_id: str | None = None
+    """Whose episodes it was compared with."""
     step_reward: float | None = None
     step_return: float | None = None
     """G_k: discounted rewards from this turn on."""

@@ -22,9 +22,16 @@ app = typer.Typer(
 
 
 # One module per subject; each has `register(app)`.
-_SUBJECTS: tuple[str, ...] = ("demo", "training", "models", "verify")
-_SUBJECTS: tuple[str, ...] = ("demo", "training", "models", "scenes")
-_SUBJECTS: tuple[str, ...] = ("demo", "training", "models", "rewards")
+_SUBJECTS: tuple[str, ...] = (
+    "demo",
+    "training",
+    "models",
+    "verify",
+    "scenes",
+    "rewards",
+    "credit",
+    "branch",
+)
 
 for _subject in _SUBJECTS:
     importlib.import_module(f"turnwise.cli.{_subject}").register(app)

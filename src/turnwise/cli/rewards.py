@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,14 +45,14 @@ def score(
     """Score the stored episodes of a run with another reward; the episodes stay as they are."""
     import msgspec
 
-    from turnwise.rescore import rescore_run
+    from turnwise.rescore import count_episodes, rescore_run
     from turnwise.rewards.score import build_rewards
     from turnwise.store.run import read_config
 
     read_config(run)
     config = _rewards_config(reward, param, sandbox, label=name, timeout_s=timeout_s, num_workers=workers)
-    with build_rewards(config) as rewards:
-        found = asyncio.run(rescore_run(run, rewards))
+    with build_rewards(config) as rewards, _counter("scoring", count_episodes(run)) as advance:
+        found = asyncio.run(rescore_run(run, rewards, on_episodes=advance))
     if as_json:
         print_json({**msgspec.to_builtins(found), "speedup": found.speedup})
         return
@@ -107,6 +109,23 @@ def lint_reward(
         _show(report, from_run=run is not None)
     if report.findings:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _counter(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, nothing when piped."""
+    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    bar = Progress(
+        *Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(), console=console
+    )
+    line = bar.add_task(description, total=total)
+    if console.is_terminal:
+        bar.start()
+    try:
+        yield lambda count: bar.advance(line, count)
+    finally:
+        bar.stop()
 
 
 def _show(report: LintReport, *, from_run: bool) -> None:

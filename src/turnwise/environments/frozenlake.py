@@ -31,10 +31,12 @@ def build_frozenlake(
     min_distance: int = 2,
     max_distance: int | None = None,
     invalid_reward: float = -0.1,
+    progress_reward: float = 0.0,
 ) -> GymSpec:
     """Maps of `size` × `size` with a share of `ice`; start and goal are `min_distance` to `max_distance` moves apart.
 
     Reaching the goal pays 1. An action that is no move costs a little: standing still must not be the safe way out.
+    `progress_reward` is paid for each move nearer to the goal and taken for each move away from it or into a hole.
     """
     if not 2 <= size <= 9:
         raise ConfigError(f"frozenlake size is {size}; use 2 to 9")
@@ -59,6 +61,7 @@ def build_frozenlake(
             read_action=_read_move,
             state_key=_position,
             invalid_reward=invalid_reward,
+            bonus=lambda env, before, after: progress_reward * _moves_nearer(env, before, after),
         ),
     )
 
@@ -105,6 +108,16 @@ def _read_move(value: dict[str, Json]) -> int:
     if not isinstance(move, str) or move not in MOVES:
         raise ValueError(f'"move" must be one of {", ".join(MOVES)}')
     return MOVES[move]
+
+
+def _moves_nearer(env: GymEnv, before: int, after: int) -> int:
+    """1 for a step towards the goal, -1 for one away from it or into a hole, 0 for bumping into a wall."""
+    game = env.unwrapped
+    cells = game.desc.astype(str)
+    row, column = np.argwhere(cells == "G")[0]
+    distances = _distances_to(cells, (int(row), int(column)))
+    start, end = divmod(int(before), game.ncol), divmod(int(after), game.ncol)
+    return distances[start] - distances[end] if end in distances else -1
 
 
 def _position(env: GymEnv, observation: int) -> Json:

@@ -30,11 +30,13 @@ class GymEnvironment:
         is_success: Callable[[float, bool], bool] = lambda reward, terminated: terminated and reward > 0,
         instructions: str = "",
         invalid_reward: float = 0.0,
+        bonus: Callable[[GymEnv, Any, Any], float] | None = None,
     ) -> None:
         """
         `describe(env, observation)` is what the agent reads; `read_action(value)` turns its JSON object into the
         gym action and raises ValueError when it cannot; `state_key(env, observation)` names the situation;
-        `invalid_reward` is paid for an action that cannot be carried out.
+        `invalid_reward` is paid for an action that cannot be carried out, `bonus(env, before, after)` on top of the
+        game's own reward for one that was.
         """
         self._make = make
         self._describe = describe
@@ -43,6 +45,7 @@ class GymEnvironment:
         self._is_success = is_success
         self._instructions = instructions
         self._invalid_reward = invalid_reward
+        self._bonus = bonus
         self._schema = action_schema
         self._env: GymEnv | None = None
         self._last: Any = None  # the gym observation the agent is looking at
@@ -70,11 +73,13 @@ class GymEnvironment:
                 is_action_valid=False,
                 metrics={"success": 0.0},
             )
+        before = self._last
         self._last, reward, terminated, truncated, _ = self._env.step(move)
         success = self._is_success(float(reward), bool(terminated))
+        bonus = 0.0 if self._bonus is None else self._bonus(self._env, before, self._last)
         return Transition(
             observation=self._observe(),
-            reward=float(reward),
+            reward=float(reward) + bonus,
             is_terminal=bool(terminated or truncated),
             metrics={"success": float(success)},
         )

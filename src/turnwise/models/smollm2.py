@@ -34,6 +34,9 @@ def unpack_smollm2() -> Path:
     if hasattr(network.config, "quantization_config"):
         del network.config.quantization_config
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
+    # The weights are plain floats now; transformers would still refuse to save what was once quantised.
+    network.hf_quantizer = None
+    network.config.quantization_config = None
     draft = folder.with_name(f".smollm2.{os.getpid()}.draft")
     network.save_pretrained(draft)
     tokenizer.save_pretrained(draft)

@@ -1,7 +1,7 @@
 """Builds the tiny language model that ships with turnwise: the Qwen3 architecture at half a million parameters.
 
-It learns the format of FrozenLake's actions by imitating random valid moves, never good ones: whatever it
-knows about the game afterwards, it learned by reinforcement.
+It learns to continue conversations in which somebody makes random valid moves, never good ones: the format of an action,
+and what the lake looks like after it. Which move to make, it learns by reinforcement.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_NUM_TURNS = 4
+_NUM_TURNS = 8
 
 
-def make_tiny_text(out: Path, *, seed: int = 0, num_steps: int = 300, batch_size: int = 32) -> Path:
+def make_tiny_text(out: Path, *, seed: int = 0, num_steps: int = 900, batch_size: int = 24) -> Path:
     """Train tokenizer and network from nothing and save them as a Hugging Face model folder."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     tokenizer = train_tokenizer(text for _ in range(400) for text in _conversation_texts(rng))
     network = transformers.Qwen3ForCausalLM(tiny_config(tokenizer))
-    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(network.parameters(), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=3e-3, total_steps=num_steps, pct_start=0.1
     )
@@ -113,23 +113,14 @@ def _conversation_texts(rng: np.random.Generator) -> list[str]:
 
 
 def _encode(tokenizer: Any, batch: list[list[dict[str, str]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Padded ids, and labels that are -100 except on the assistant's tokens."""
-    rows, labels = [], []
-    for messages in batch:
-        ids: list[int] = []
-        wanted: list[int] = []
-        for message in messages:
-            given = tokenizer.encode(f"<|im_start|>{message['role']}\n", add_special_tokens=False)
-            spoken = tokenizer.encode(f"{message['content']}<|im_end|>", add_special_tokens=False)
-            newline = tokenizer.encode("\n", add_special_tokens=False)
-            learned = spoken if message["role"] == "assistant" else [-100] * len(spoken)
-            ids += [*given, *spoken, *newline]
-            wanted += [*([-100] * len(given)), *learned, *([-100] * len(newline))]
-        rows.append(ids)
-        labels.append(wanted)
+    """Padded ids, and labels that are -100 on the padding."""
+    rows = [
+        tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
+        for messages in batch
+    ]
     width = max(len(row) for row in rows)
     ids_BT = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
-    labels_BT = torch.tensor([row + [-100] * (width - len(row)) for row in labels])
+    labels_BT = torch.tensor([row + [-100] * (width - len(row)) for row in rows])
     return ids_BT, labels_BT
 
 
@@ -137,7 +128,7 @@ def _model_card(seed: int, num_steps: int, batch_size: int, network: torch.nn.Mo
     count = sum(parameter.numel() for parameter in network.parameters())
     return (
         "# tiny\n\n"
-        f"Qwen3 architecture, {count:,} parameters, trained from nothing on random valid FrozenLake moves "
+        f"Qwen3 architecture, {count:,} parameters, trained from nothing on conversations with random valid FrozenLake moves "
         f"({num_steps} steps of {batch_size} conversations, seed {seed}).\n\n"
         f"Made by `turnwise models make-tiny --seed {seed}`.\n"
     )

@@ -1,15 +1,16 @@
-"""Attention over slots: the function that models call instead of their own while `LocalPolicy` runs them.
+"""Attention over slots.
 
-A forward pass carries a `Plan`: where the new keys and values go, and which slots each query may look at. Models find the function by
-name (`network.config._attn_implementation`) and hand the plan through as a keyword.
+A forward pass of `LocalPolicy` carries a `Plan`: where the new keys and values go, and which slots each query may look at. Models hand
+keywords through to the attention function that their config names; that function is wrapped here, so that it serves slots when a plan
+is there and does what it always did when not. Others may use the same network at the same time.
 
 Dimensions: R decoding rows, T packed prompt tokens, H query heads, G key-value heads, L cached tokens, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from transformers import AttentionInterface
 from turnwise.errors import ModelError
 from turnwise.policies.slots import Slot, SlotStore
 
-NAME = "turnwise_slots"
+# Tokens of padding that cost less than another call.
+_CHEAP_PADDING = 256
+# Models skip building a mask of their own when they are given one of four dimensions; slots need none.
+NO_MASK = torch.zeros(1, 1, 1, 1)
 
 
 class DecodePlan:
@@ -69,9 +73,14 @@ class _Run:
         self.length = slot.length + 1
         self._mask: torch.Tensor | None = None
 
-    def is_followed_by(self, slot: Slot) -> bool:
-        end = self.start + (self.stop_row - self.first_row) * self.slot_tokens
-        return slot.num_tokens == self.slot_tokens and slot.start == end
+    def takes(self, slot: Slot) -> bool:
+        """Whether the slot lies right behind and is about as long: shorter rows are padded to the longest."""
+        num_rows = self.stop_row - self.first_row
+        if slot.num_tokens != self.slot_tokens or slot.start != self.start + num_rows * self.slot_tokens:
+            return False
+        longest = max(self.length, slot.length + 1)
+        used = sum(self.lengths) + slot.length + 1
+        return longest * (num_rows + 1) - used <= max(_CHEAP_PADDING, used // 4)
 
     def extend(self, slot: Slot) -> None:
         self.stop_row += 1
@@ -100,7 +109,7 @@ class _Run:
 def _find_runs(slots: Sequence[Slot], store: SlotStore) -> list[_Run]:
     runs: list[_Run] = []
     for row, slot in enumerate(slots):
-        if runs and runs[-1].is_followed_by(slot):
+        if runs and runs[-1].takes(slot):
             runs[-1].extend(slot)
         else:
             runs.append(_Run(row, slot))
@@ -116,14 +125,17 @@ class PrefillPlan:
         self._parts = list(parts)
         rows = torch.cat([store.rows(slot, slot.length, count) for slot, count in parts])
         self.write_rows = rows.flatten().to(store.keys[0].device)
-        self._masks = [self._causal_mask(slot.length, count) for slot, count in parts]
+        shapes = [(slot.length, count) for slot, count in parts]
+        masks = {shape: self._causal_mask(*shape) for shape in set(shapes)}
+        self._masks = [masks[shape] for shape in shapes]
 
     def _causal_mask(self, cached: int, count: int) -> torch.Tensor | None:
+        """0 where a new token may look, minus infinity behind it."""
         if cached == 0 or count == 1:
             return None
-        device = self.store.keys[0].device
-        places = torch.arange(cached + count, device=device)
-        return places[None, :] <= places[cached:, None]
+        buffer = self.store.keys[0]
+        hidden = torch.full((count, cached + count), float("-inf"), dtype=buffer.dtype, device=buffer.device)
+        return hidden.triu_(cached + 1)
 
     def attend(self, layer: int, query_RHTD: torch.Tensor, scaling: float | None) -> torch.Tensor:
         store, first, outputs = self.store, 0, []
@@ -167,10 +179,32 @@ def attend_to_slots(
     return slot_plan.attend(layer, query_RHTD, scaling), None
 
 
-AttentionInterface.register(NAME, attend_to_slots)
+def serve_slots(network: Any) -> None:  # a transformers model or a PEFT wrapper of one
+    """Make the attention function that the network's text layers use serve slots, whichever it is."""
+    config = network.config.get_text_config()
+    name = config._attn_implementation
+    functions = AttentionInterface()
+    if name not in functions:
+        # `eager` is each model's own code and cannot be wrapped.
+        config._attn_implementation_internal = name = "sdpa"
+    usual = functions[name]
+    if getattr(usual, "serves_slots", False):
+        return
+
+    @functools.wraps(usual)
+    def attend(
+        module: torch.nn.Module, *args: Any, slot_plan: Plan | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # A vision tower is handed the plan too, but its layers have no index: nothing of it is cached.
+        if slot_plan is None or not hasattr(module, "layer_idx"):
+            return usual(module, *args, **kwargs)  # type: ignore[no-any-return]
+        return attend_to_slots(module, *args, slot_plan=slot_plan, **kwargs)
+
+    attend.serves_slots = True  # type: ignore[attr-defined]  # so that it is wrapped once
+    AttentionInterface.register(name, attend)
 
 
-def make_store(network: Any, budget_bytes: int) -> SlotStore:  # a transformers model or a PEFT wrapper of one
+def make_store(network: Any, budget_bytes: int) -> SlotStore:  # as above
     """A slot store that fits the network; raises when its attention is not of the kind slots can serve."""
     config = network.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -189,15 +223,3 @@ def make_store(network: Any, budget_bytes: int) -> SlotStore:  # a transformers 
         device=parameter.device,
         budget_bytes=budget_bytes,
     )
-
-
-@contextmanager
-def slots_in_charge(network: Any) -> Iterator[None]:  # as above
-    """While this is open, the network's text layers call `attend_to_slots`."""
-    config = network.config.get_text_config()
-    before = config._attn_implementation_internal
-    config._attn_implementation_internal = NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = before

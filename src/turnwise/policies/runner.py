@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from turnwise.policies.attention import DecodePlan, Plan, PrefillPlan, make_store, slots_in_charge
+from turnwise.policies.attention import NO_MASK, DecodePlan, Plan, PrefillPlan, make_store, serve_slots
 from turnwise.policies.prefixes import MIN_SHARED_TOKENS, common_prefix
 from turnwise.policies.residents import Residents
 from turnwise.policies.sequences import Sequence, Vocabulary
@@ -76,6 +76,8 @@ class Runner:
         """Compute the prompt tokens that no slot holds yet, and sample each sequence's first token."""
         if self.network.training:
             self.network.eval()
+        # Between turns others may have chosen another attention function for the network.
+        serve_slots(self.network)
         logits: dict[Sequence, torch.Tensor] = {}
         for phase in _phases(sequences, residents, self.image_token_id):
             for sequence, source, length in phase:
@@ -169,14 +171,14 @@ class Runner:
 
     def _forward(self, ids: _Ids, positions: _Ids, plan: Plan, **kwargs: Any) -> torch.Tensor:
         started_at = time.perf_counter()
-        with slots_in_charge(self.network):
-            output = self.network(
-                input_ids=torch.from_numpy(ids).to(self._device),
-                position_ids=torch.from_numpy(positions).to(self._device),
-                use_cache=False,
-                slot_plan=plan,
-                **kwargs,
-            )
+        output = self.network(
+            input_ids=torch.from_numpy(ids).to(self._device),
+            position_ids=torch.from_numpy(positions).to(self._device),
+            attention_mask=NO_MASK,
+            use_cache=False,
+            slot_plan=plan,
+            **kwargs,
+        )
         logits: torch.Tensor = output.logits
         self.statistics.num_steps += 1
         self.statistics.model_s += time.perf_counter() - started_at

@@ -17,6 +17,7 @@ from turnwise.policies.prefixes import Tokens
 from turnwise.types import Image, IntArray
 
 MIN_SLOT_TOKENS = 64
+_HEADROOM = 4
 
 
 class TokenMemory:
@@ -115,8 +116,13 @@ class SlotStore:
         self.values = [_lazy_zeros(num_elements, dtype, device) for _ in range(num_layers)]
 
     def take(self, num_tokens: int) -> Slot | None:
-        """A slot for at least so many tokens, or None while memory is full."""
+        """A slot for at least so many tokens, or None while memory is full.
+
+        With memory to spare it is larger, so that later turns need not move; memory that nothing was written to costs nothing.
+        """
         size = TokenMemory.slot_size(num_tokens)
+        if self.memory.num_free - _HEADROOM * size > self.memory.num_tokens // 2:
+            size *= _HEADROOM
         start = self.memory.take(size)
         return None if start is None else Slot(start, size)
 

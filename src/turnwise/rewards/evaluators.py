@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -36,7 +35,10 @@ class Evaluator(Protocol):
         ...
 
     async def evaluate(self, calls: Sequence[Arguments]) -> list[Outcome]:
-        """One outcome per call, in order; a call that fails does not disturb the others."""
+        """One outcome per call, in order; a call that fails does not disturb the others.
+
+        The arguments belong to the call: a function may change what it was given.
+        """
         ...
 
     def close(self) -> None: ...
@@ -69,14 +71,14 @@ class LocalEvaluator:
 
     def _call(self, call: Arguments) -> Outcome:
         try:
-            value = self._function(copy.deepcopy(call.messages), **copy.deepcopy(call.keywords))
+            value = self._function(call.messages, **call.keywords)
             return _outcome(value)
         except Exception as error:  # noqa: BLE001 - whatever an author's code raises is that episode's reason
             return Outcome(error=_sentence(self._function.name, error))
 
     async def _call_async(self, call: Arguments) -> Outcome:
         try:
-            value = self._function(copy.deepcopy(call.messages), **copy.deepcopy(call.keywords))
+            value = self._function(call.messages, **call.keywords)
             return _outcome(await asyncio.wait_for(value, self._timeout_s))
         except TimeoutError:
             return Outcome(error=f"reward {self._function.name} took longer than {self._timeout_s} s")

@@ -5,7 +5,6 @@ This module is imported inside the sandbox, so it needs pydantic and nothing els
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -102,7 +101,7 @@ def to_result(value: Any, function: str) -> EvaluateResult:  # whatever the auth
     try:
         if isinstance(value, EvaluateResult):
             # `model_construct` skips the checks, so what came from there is checked now.
-            return EvaluateResult.model_validate(value.model_dump())
+            return EvaluateResult.model_validate(value.model_dump(warnings=False))
         if isinstance(value, Mapping):
             return EvaluateResult.model_validate(dict(value))
         return EvaluateResult(score=finite_number(value))
@@ -187,7 +186,11 @@ class RewardFunction:
     def run(self, messages: Any, arguments: Mapping[str, Any]) -> Any:
         """Call it to the end, outside any event loop; used where reward code has a process of its own."""
         value = self(messages, **arguments)
-        return asyncio.run(value) if inspect.iscoroutine(value) else value
+        if not inspect.iscoroutine(value):
+            return value
+        import asyncio  # slow to import, and most rewards do without
+
+        return asyncio.run(value)
 
     def check(self, value: Any, messages: Any) -> EvaluateResult | list[EvaluateResult]:
         """What the function returned, made sure of; in batch mode one result per rollout."""

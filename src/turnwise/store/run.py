@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 METRICS = "metrics.jsonl"
 WEIGHTS = "weights.jsonl"
+BRANCHES = "branches"
+"""Continuations of stored episodes; they are not part of the run that a checkpoint continues."""
 EVALUATIONS = "evaluations.jsonl"
 
 
@@ -147,7 +149,7 @@ class Run:
         present = [
             str(path.relative_to(self.folder))
             for path in self.folder.glob("**/*.jsonl")
-            if "superseded" not in path.parts
+            if not {"superseded", BRANCHES} & set(path.relative_to(self.folder).parts)
         ]
         for name in sorted({*present, *state["log_sizes"]}):
             aside = self.folder / "superseded" / name.replace("/", "-")

@@ -97,6 +97,12 @@ class NavigationEnvironment:
         self._world = self.worlds.get(scene_id)
         return self._world
 
+    def clone(self) -> NavigationEnvironment:
+        """Another agent in the same scenes, which are shared; it stands in the same one."""
+        other = NavigationEnvironment(worlds=self.worlds, params=self.params)
+        other._world = self._world
+        return other
+
     def get_random_pose(self, seed: int | None = None) -> Pose:
         """A pose in the current scene where the agent fits; reproducible when given a seed."""
         return self.world.grid.random_pose(self._rng if seed is None else np.random.default_rng(seed))
@@ -224,6 +230,10 @@ class NavigationEnvironment:
     def close(self) -> None:
         """Worlds are shared with other environments, so there is nothing of its own to release."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Worlds cannot be pickled: the copy builds its own, and goes on where this episode is.
+        return _rebuild, (self.params, self.worlds, None if self._state is None else self.snapshot())
+
     def _prepare(self, task: Task) -> None:
         self._task = task
         world = self.load_scene(str(task.data["scene_id"]))
@@ -297,6 +307,13 @@ class NavigationEnvironment:
             "distance_to_goal": state.distance_m,
         }  # fmt: skip
         return Observation(messages=messages, state_key=key, info=info)
+
+
+def _rebuild(params: NavigationParams, worlds: WorldCache, snapshot: bytes | None) -> NavigationEnvironment:
+    env = NavigationEnvironment(worlds=worlds, params=params)
+    if snapshot is not None:
+        env.restore(snapshot)
+    return env
 
 
 def _grey(frame: Frame, reach_m: float = 8.0) -> Any:  # uint8 pixels

@@ -60,14 +60,16 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 def camera_to_world(pose: Pose, eye_z: float, pitch_degrees: float = 0.0) -> Doubles:
     """The 4×4 pose of a camera at height `eye_z`; a positive pitch looks up."""
     yaw, pitch = math.radians(pose.yaw_degrees), math.radians(pitch_degrees)
-    forward = np.array(
-        [math.cos(yaw) * math.cos(pitch), math.sin(yaw) * math.cos(pitch), math.sin(pitch)], dtype=np.float64
+    cos_yaw, sin_yaw, cos_pitch, sin_pitch = math.cos(yaw), math.sin(yaw), math.cos(pitch), math.sin(pitch)
+    # Columns: right, down, forward, position.
+    return np.array(
+        [
+            [sin_yaw, sin_pitch * cos_yaw, cos_yaw * cos_pitch, pose.x],
+            [-cos_yaw, sin_pitch * sin_yaw, sin_yaw * cos_pitch, pose.y],
+            [0.0, -cos_pitch, sin_pitch, eye_z],
+            [0.0, 0.0, 0.0, 1.0],
+        ]
     )
-    right = np.array([math.sin(yaw), -math.cos(yaw), 0.0])
-    matrix = np.eye(4)
-    matrix[:3, 0], matrix[:3, 1], matrix[:3, 2] = right, np.cross(forward, right), forward
-    matrix[:3, 3] = pose.x, pose.y, eye_z
-    return matrix
 
 
 def project(points_N3: Doubles, camera: Camera, world_from_camera: Doubles) -> Doubles:

@@ -169,7 +169,13 @@ class WorldCache:
         self._worlds: LruCache[str, World] = LruCache(max_scenes)
 
     def get(self, scene_id: str) -> World:
-        return self._worlds.get(scene_id, lambda: World(self.source.load(scene_id), self.agent, self.cell_m))
+        return self._worlds.get(scene_id, lambda: self._build(scene_id))
+
+    def _build(self, scene_id: str) -> World:
+        world = World(self.source.load(scene_id), self.agent, self.cell_m)
+        # Built here, under the cache's lock: the threads of a group all want it at once.
+        _ = world.caster
+        return world
 
     def __reduce__(self) -> tuple[Any, ...]:
         # An Embree scene cannot be pickled: each process builds its own worlds.

@@ -25,7 +25,7 @@ def navigation_reward(
 ) -> EvaluateResult:
     """`success` × reached the goal + `spl` × path efficiency + `progress` × share of the way covered.
 
-    Each step's reward is `progress` × the share of the way it covered, so that a step back is worth less than nothing.
+    With `progress`, each step's reward is `progress` × the share of the way it covered, so that a step back is worth less than nothing.
     """
     weights = {"success": success, "spl": spl}
     for name, weight in weights.items():
@@ -39,14 +39,14 @@ def navigation_reward(
     covered = sum(shares or ())
     score = sum(weight * metrics.get(name, 0.0) for name, weight in weights.items()) + progress * covered
     reported = {name: metrics[name] for name in ("success", "spl", "soft_spl", _DISTANCE) if name in metrics}
+    steps = [
+        StepOutput(step_index=index, base_reward=progress * share) for index, share in enumerate(shares or ())
+    ]
     return EvaluateResult(
         score=score,
         metrics=as_metrics({**reported, "progress": covered}),
-        step_outputs=[
-            StepOutput(step_index=index, base_reward=progress * share)
-            for index, share in enumerate(shares or ())
-        ]
-        or None,
+        # Without a say about progress there is nothing to say about steps; zeros would be an opinion.
+        step_outputs=steps if progress else None,
     )
 
 

@@ -20,7 +20,7 @@ from turnwise.rewards.interface import EvaluateResult, to_result
 from turnwise.rewards.sandbox import launch
 
 _MAX_HELLO_BYTES = 1 << 20
-_EXIT_GRACE_S = 5.0
+_EXIT_GRACE_S = 2.0
 """How long a finished call's process may take to be gone."""
 
 
@@ -66,6 +66,7 @@ class Zygote:
     def __init__(self, code: RewardCode, tier: launch.Tier, limits: Limits) -> None:
         self.tier = tier
         self._limits = limits
+        self._owes_status = False
         extra = (*code.reads, *((code.package_location,) if code.package_location else ()))
         self._process, self._control = launch.spawn(tier, extra)
         self._control.setblocking(False)
@@ -98,7 +99,8 @@ class Zygote:
             "num_processes": launch.process_limit(self.tier),
             "memory_mb": limits.memory_mb,
             "import_memory_mb": limits.memory_mb + limits.import_memory_mb,
-            "cpu_s": int(limits.timeout_s) + 2,
+            # For the case that nobody is left to watch the clock; threads may use several cores.
+            "cpu_s": int(4 * limits.timeout_s) + 2,
             "max_result_bytes": limits.max_result_bytes,
         }
         content = msgspec.json.encode(setup)
@@ -122,6 +124,7 @@ class Zygote:
 
     def call(self, payload: bytes, *, num_results: int) -> list[EvaluateResult]:
         """Run the function once, in a process of its own."""
+        self._settle()
         deadline = time.monotonic() + self._limits.timeout_s
         ours, theirs = socket.socketpair()
         with ours:
@@ -140,21 +143,23 @@ class Zygote:
             except OverflowError:
                 self.kill()
                 raise CallError(f"returned more than {self._limits.max_result_bytes} bytes") from None
-        status = self._call_status()
+        self._owes_status = True
         if not answer:
+            status = self._settle()
             raise CallError(f"ended without a result ({_describe_exit(status)})")
         return _read_answer(answer, num_results, self.declaration.name)
 
-    def _call_status(self) -> int:
-        """How the call's process ended, as the zygote reports it."""
+    def _settle(self) -> int | None:
+        """Wait until the last call's process is gone; how it ended, as the zygote reports it."""
+        if not self._owes_status:
+            return None
         try:
             packed = _receive(self._control, 4, time.monotonic() + _EXIT_GRACE_S)
-        except (EOFError, OSError):
+        except (EOFError, OSError, TimeoutError):
+            # It closed its result but did not end, or took the zygote with it: start afresh.
             self.kill()
             raise ZygoteDied from None
-        except TimeoutError:
-            self.kill()
-            raise CallError("closed its result but did not end") from None
+        self._owes_status = False
         return os.waitstatus_to_exitcode(struct.unpack("<i", packed)[0])
 
     def kill(self) -> None:

@@ -30,6 +30,10 @@ _PROCESSES = 64
 """How many processes and threads the sandbox may have when they can be counted apart from the user's others."""
 _MORE_PROCESSES = 512
 _FIRST_FREE_UID = 1_600_000_000
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMEXPR_NUM_THREADS": "1",
+}  # fmt: skip
+"""All that the sandbox sees; without it numpy would start a thread per core when imported."""
 
 
 @lru_cache(maxsize=1)
@@ -80,7 +84,7 @@ def find_bubblewrap() -> str | None:
 def command(tier: Tier, extra: tuple[str, ...]) -> list[str]:
     """The command line that starts the zygote."""
     script = str(Path(package_folder()) / "rewards" / "sandbox" / "zygote.py")
-    python = [sys.executable, "-I", "-B", script, package_folder()]
+    python = [sys.executable, "-I", "-B", "-X", "utf8", script, package_folder()]
     if tier != BUBBLEWRAP:
         return python
     bubblewrap = find_bubblewrap()
@@ -146,7 +150,7 @@ def _popen(arguments: list[str], control: int) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         pass_fds=(control,),
-        env={},
+        env=_ENVIRONMENT,
         cwd="/",
         start_new_session=True,
     )

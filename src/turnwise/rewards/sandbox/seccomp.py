@@ -113,6 +113,8 @@ class Filter:
     """A compiled filter; install it in the thread that runs untrusted code."""
 
     def __init__(self, program: bytes) -> None:
+        self.program = program
+        """Its BPF instructions, eight bytes each."""
         self._program = ctypes.create_string_buffer(program, len(program))
         # struct sock_fprog { unsigned short len; struct sock_filter *filter; }
         self._head = ctypes.create_string_buffer(

@@ -19,6 +19,7 @@ import types
 from typing import Any
 
 _MAX_ERROR_CHARS = 2000
+_TAKEN, _CLOSED = b"t", b"c"
 
 
 def _load_package(name: str, location: str) -> types.ModuleType:
@@ -121,36 +122,54 @@ def _run_call(function: Any, encode: Any, decode: Any, connection: int, setup: d
 
 
 def _serve(control: socket.socket, function: Any, setup: dict[str, Any], statm_fd: int) -> None:
-    from msgspec.json import decode, encode
+    """Fork a process ahead of each call; when one takes its call, fork the next, and report how the last one ended."""
+    import msgspec.json  # noqa: F401 - the children use it
 
-    from turnwise.rewards.sandbox import confine, seccomp
+    import turnwise.rewards.sandbox.confine  # noqa: F401
+    from turnwise.rewards.sandbox import seccomp
 
     used = int(os.pread(statm_fd, 100, 0).split()[0]) * os.sysconf("SC_PAGE_SIZE")
     os.close(statm_fd)
-    memory_bytes = used + setup["memory_mb"] * 1024 * 1024
+    setup["memory_bytes"] = used + setup["memory_mb"] * 1024 * 1024
     belt = seccomp.child_filter() if setup["tier"] != "rlimits" else None
+    taken, take = os.pipe()
     gc.collect()
     gc.freeze()  # children share these pages as long as nobody touches them
+    waiting = _fork_ahead(control, function, setup, belt, take)
     while True:
-        message, fds, _, _ = socket.recv_fds(control, 1, 1)
-        if not message or not fds:
-            os._exit(0)
-        connection = fds[0]
-        child = os.fork()
-        if child == 0:
-            try:
-                control.close()
-                confine.die_with_parent()
-                confine.limit_call(memory_bytes=memory_bytes, cpu_s=setup["cpu_s"])
-                if belt is not None:
-                    belt.install()
-                answer = _run_call(function, encode, decode, connection, setup)
-                _send_all(connection, answer)
-            finally:
-                os._exit(0)
-        os.close(connection)
-        _, status = os.waitpid(child, 0)
+        if os.read(taken, 1) != _TAKEN:
+            os._exit(0)  # the parent has closed the control socket
+        running, waiting = waiting, _fork_ahead(control, function, setup, belt, take)
+        _, status = os.waitpid(running, 0)
         control.sendall(struct.pack("<i", status))
+
+
+def _fork_ahead(control: socket.socket, function: Any, setup: dict[str, Any], belt: Any, take: int) -> int:
+    """A process that locks itself in, waits for one call, answers it and ends."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        from msgspec.json import decode, encode
+
+        from turnwise.rewards.interface import EvaluateResult
+        from turnwise.rewards.sandbox import confine
+
+        confine.die_with_parent()
+        confine.limit_call(memory_bytes=setup["memory_bytes"], cpu_s=setup["cpu_s"])
+        if belt is not None:
+            belt.install()
+        # Touches what every answer needs, while nobody waits for it.
+        decode(encode({"results": [EvaluateResult(score=0.0).model_dump(mode="json")]}))
+        message, fds, _, _ = socket.recv_fds(control, 1, 1)
+        os.write(take, _TAKEN if message and fds else _CLOSED)
+        os.close(take)
+        control.close()
+        if fds:
+            _send_all(fds[0], _run_call(function, encode, decode, fds[0], setup))
+            os.close(fds[0])
+    finally:
+        os._exit(0)
 
 
 def main() -> None:
@@ -184,6 +203,9 @@ def main() -> None:
     try:
         function = _load_function(setup)
         declaration = function.declare()
+        threading = sys.modules.get("threading")
+        if threading is not None and threading.active_count() > 1:
+            raise RuntimeError("the module starts a thread when it is imported; start it in the function")
     except BaseException as error:  # noqa: BLE001 - SystemExit at module level is the author's mistake as well
         _send_control(control, {"error": _describe(error)})
         os._exit(0)

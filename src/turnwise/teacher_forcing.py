@@ -38,7 +38,7 @@ class ScoreJob(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return int(self.places[-1])
 
 
-class Rescorer:
+class TeacherForcing:
     """Scores streams under whatever weights `network` holds."""
 
     def __init__(self, network: Any, image_processor: Any = None) -> None:  # transformers objects
