@@ -17,9 +17,6 @@ _HOMES = {
     ),
     "turnwise.collector": ("EpisodeBatchCollector",),
     "turnwise.batch": ("EpisodeBatch", "prepare_batch", "train_epoch", "train_step"),
-    "turnwise.config": (
-        "Config", "get_debug_config", "get_full_scale_config", "get_small_scale_config",
-    ),
     "turnwise.config": ("Config",),
     "turnwise.templates": ("get_debug_config", "get_full_scale_config", "get_small_scale_config"),
     "turnwise.credit": ("assign_advantages",),
