@@ -125,14 +125,17 @@ class PrefillPlan:
         self._parts = list(parts)
         rows = torch.cat([store.rows(slot, slot.length, count) for slot, count in parts])
         self.write_rows = rows.flatten().to(store.keys[0].device)
-        self._masks = [self._causal_mask(slot.length, count) for slot, count in parts]
+        shapes = [(slot.length, count) for slot, count in parts]
+        masks = {shape: self._causal_mask(*shape) for shape in set(shapes)}
+        self._masks = [masks[shape] for shape in shapes]
 
     def _causal_mask(self, cached: int, count: int) -> torch.Tensor | None:
+        """0 where a new token may look, minus infinity behind it."""
         if cached == 0 or count == 1:
             return None
-        device = self.store.keys[0].device
-        places = torch.arange(cached + count, device=device)
-        return places[None, :] <= places[cached:, None]
+        buffer = self.store.keys[0]
+        hidden = torch.full((count, cached + count), float("-inf"), dtype=buffer.dtype, device=buffer.device)
+        return hidden.triu_(cached + 1)
 
     def attend(self, layer: int, query_RHTD: torch.Tensor, scaling: float | None) -> torch.Tensor:
         store, first, outputs = self.store, 0, []

@@ -7,7 +7,7 @@ The agent's own answers also have `step_index`, which tells them from assistant 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -99,9 +99,16 @@ _BATCH_NAMES = {
 _SHARED = ("ground_truth", "task")
 
 
-def check_params(declaration: Declaration, params: Mapping[str, Json]) -> None:
-    """Raise when the config sets a parameter the function does not take, or leaves out one it needs."""
-    offered = set(_OFFERS) if declaration.mode == "pointwise" else {*_BATCH_NAMES, *_SHARED}
+def check_params(
+    declaration: Declaration, params: Mapping[str, Json], *, offered: Iterable[str] | None = None
+) -> None:
+    """Raise when the config sets a parameter the function does not take, or leaves out one it needs.
+
+    `offered` are the names that the caller can fill in; by default all that an episode has.
+    """
+    if offered is None:
+        offered = _OFFERS if declaration.mode == "pointwise" else (*_BATCH_NAMES, *_SHARED)
+    offered = set(offered)
     if not declaration.accepts_any:
         for name in params:
             if name not in declaration.accepted:
