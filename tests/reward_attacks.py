@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 
+import numpy
+
 from turnwise import EvaluateResult, reward_function
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -300,8 +302,6 @@ def forbidden_calls(messages):
 
 
 def returns(messages, place):
-    import numpy
-
     values = {
         "nan": float("nan"), "inf": float("inf"), "1e999": 1e999, "none": None, "str": "1.0", "bool": True,
         "complex": 1j, "list": [1.0], "bytes": b"1", "huge int": 10**5000, "numpy nan": numpy.float32("nan"),
@@ -380,6 +380,18 @@ def forges_and_returns(messages):
         except OSError:
             continue
     return 0.25
+
+
+def open_descriptors(messages):
+    """Score = how many descriptors a call holds."""
+    found = []
+    for fd in range(256):
+        try:
+            os.fstat(fd)
+            found.append(fd)
+        except OSError:
+            continue
+    return EvaluateResult(score=len(found), reason=str(found))
 
 
 def answers_and_stays(messages):

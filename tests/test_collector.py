@@ -267,5 +267,7 @@ def test_the_navigation_snippet_runs_with_a_vision_language_model(tmp_path):
     )
     episodes = collector.collect_batch(scene_id=scene_id)
     assert [stored.task.data["scene_id"] for stored in episodes] == [scene_id] * 2
+    assert all(stored.failure is None for stored in episodes)
+    assert episodes[0].task.data["start"] != episodes[1].task.data["start"]
     assert episodes[0].turns[0].observation.images[0].pixels.shape == (64, 64, 3)
     simulator.close()

@@ -7,21 +7,6 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "turnwise"
 
-# A module may import what stands in the same layer only where that is listed below, and anything above it.
-LAYERS = [
-    {"errors"},
-    {"types"},
-    {"config", "environment", "fingerprint", "columns", "state_keys", "json_parse", "token_bytes"},
-    {"action_tracker", "policy", "renderer", "masking", "rewards", "advantages", "losses", "schedule", "grammar", "sampling", "objective"},
-    {"streams", "tasks", "credit", "samples", "token_tree", "packs", "logprobs", "tree_attention", "store"},
-    {"rollout", "environments", "policies", "models", "minibatch", "reference", "value_head", "aborted"},
-    {"learner", "batch", "evaluate", "worker", "branching", "view", "simulator", "collector", "teacher_forcing", "audit", "tally", "rescore"},
-    {"trainer", "verify", "doctor", "tracking"},
-    {"demo"},
-    {"cli"},
-    {"__main__"},
-]  # fmt: skip
-LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # Layer and room, one a line. A module may import from its own layer and from those with a smaller number.
 LEVEL = {
     "errors": 0,
@@ -44,6 +29,7 @@ LEVEL = {
     "rewards": 3,
     "sampling": 3,
     "schedule": 3,
+    "templates": 3,
     "credit": 4,
     "logprobs": 4,
     "packs": 4,
@@ -69,12 +55,11 @@ LEVEL = {
     "evaluate": 6,
     "learner": 6,
     "rescore": 6,
-    "rescoring": 6,
     "simulator": 6,
     "tally": 6,
+    "teacher_forcing": 6,
     "view": 6,
     "worker": 6,
-    "doctor": 7,
     "tracking": 7,
     "trainer": 7,
     "verify": 7,

@@ -282,6 +282,15 @@ def test_mean_relative_accuracy_counts_the_tolerances_kept(
     assert vsibench.mean_relative_accuracy(value, target) == pytest.approx(expected)
 
 
+def test_the_reward_and_the_environment_agree_on_relative_accuracy() -> None:
+    from turnwise.environments.navigation import vsibench as benchmark
+
+    for value in (0.0, 1.0, 2.5, 4.75, 5.0, 5.25, 7.0, 7.5, 9.0, 9.5, 10.0, 10.5, 12.0, 15.0, 20.0, -3.0):
+        for target in (1.0, 2.0, 5.0, 10.0, 12.5):
+            expected = benchmark.mean_relative_accuracy(value, target)
+            assert vsibench.mean_relative_accuracy(value, target) == pytest.approx(expected), (value, target)
+
+
 def test_the_overall_score_counts_directions_once() -> None:
     scores = {
         "object_rel_direction_easy": [1.0],

@@ -14,8 +14,8 @@ import pytest
 from tests.reward_episodes import make_episode
 from typer.testing import CliRunner
 
+from turnwise import get_debug_config
 from turnwise.cli import app
-from turnwise.config import get_debug_config
 from turnwise.rescore import _covered
 from turnwise.rewards.sandbox import probe
 from turnwise.store.run import Run, read_scores

@@ -80,6 +80,8 @@ def sandbox_processes() -> list[int]:
 
 
 def _descends_from_us(pid: int) -> bool:
+    """Whether it is a descendant of this process, or an orphan that may have been one."""
+    parents = []
     while pid > 1:
         if pid == os.getpid():
             return True
@@ -87,7 +89,8 @@ def _descends_from_us(pid: int) -> bool:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             return False
-    return pid == 1  # an orphan that looks like ours is ours
+        parents.append(pid)
+    return parents == [1]
 
 
 def wait_until_gone(allowed: int = 0) -> list[int]:
@@ -215,6 +218,11 @@ def test_a_forged_frame_counts_for_its_own_call_only(sandbox: SandboxEvaluator) 
     assert [r.score for r in outcome.results] == [1e6]
     for _ in range(3):
         assert_unharmed(sandbox)
+
+
+def test_a_call_holds_no_descriptor_but_its_own(sandbox: SandboxEvaluator) -> None:
+    outcome = call(sandbox, "open_descriptors")
+    assert outcome.results[0].score == 4.0, outcome.results[0].reason  # standard ones and its connection
 
 
 def test_a_process_that_answers_and_stays_is_removed_before_the_next_call(sandbox: SandboxEvaluator) -> None:
@@ -352,6 +360,7 @@ HONEST = "\ndef f(messages): return 0.5\n"
         ("def f(): pass", "takes no messages"),
         ("from turnwise import reward_function\n@reward_function(requires=('not_installed',))" + HONEST, "requires the package not_installed"),
         ("f = 5", "is not a callable object"),
+        ("import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()" + HONEST, "starts a thread when it is imported"),
     ],
 )  # fmt: skip
 def test_a_module_that_cannot_be_loaded_says_why(tier: str, source: str, expected: str) -> None:

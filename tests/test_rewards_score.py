@@ -11,6 +11,7 @@ from turnwise.config import RewardConfig, RewardsConfig
 from turnwise.errors import RewardError
 from turnwise.rewards.arguments import Declaration
 from turnwise.rewards.combine import combine_scores
+from turnwise.rewards.direct import evaluate_messages
 from turnwise.rewards.evaluators import LocalEvaluator
 from turnwise.rewards.interface import EvaluateResult, RewardFunction, StepOutput, reward_function
 from turnwise.rewards.score import Rewards, Term, build_rewards, score_groups, score_run, score_terms
@@ -160,6 +161,46 @@ async def test_batch_rewards_get_the_group_truth_and_lists_of_the_rest() -> None
     )
     await score_terms([group], rewards_of(look))
     assert got == {"ground_truth": "x", "step_rewards": [[1.0], [2.0]], "episode_ids": ["e0", "e1"]}
+
+
+TALKS = [
+    [{"role": "user", "content": "6 × 7?"}, {"role": "assistant", "content": answer}]
+    for answer in ("42", "41")
+]
+
+
+async def test_messages_are_evaluated_without_episodes() -> None:
+    @reward_function
+    def right(messages: list[Any], ground_truth: str) -> float:
+        if messages[-1]["content"] == "41":
+            raise ValueError("off by one")
+        return float(messages[-1]["content"] == ground_truth)
+
+    results = await evaluate_messages(rewards_of(right), TALKS, ["42", "42"])
+    assert [result.score for result in results] == [1.0, None]
+    assert results[1].error == "reward right raised ValueError: off by one"
+    assert await evaluate_messages(rewards_of(right), [], []) == []
+
+
+async def test_a_batch_reward_evaluates_messages_together() -> None:
+    @reward_function(mode="batch")
+    def best(rollouts_messages: list[Any], ground_truth: str, ground_truths: list[str]) -> list[float]:
+        assert ground_truths == [ground_truth] * 2
+        return [float(messages[-1]["content"] == ground_truth) for messages in rollouts_messages]
+
+    results = await evaluate_messages(rewards_of(best), TALKS, ["42", "42"])
+    assert [result.score for result in results] == [1.0, 0.0]
+
+
+async def test_messages_alone_do_not_fill_every_parameter() -> None:
+    @reward_function
+    def needs_metrics(messages: Any, metrics: Any) -> float:
+        return 0.0
+
+    with pytest.raises(RewardError, match="requires 'metrics'"):
+        await evaluate_messages(rewards_of(needs_metrics), TALKS)
+    with pytest.raises(RewardError, match="1 ground truths for 2 rollouts"):
+        await evaluate_messages(rewards_of(needs_metrics), TALKS, ["42"])
 
 
 def test_a_parameter_nobody_reads_is_an_error() -> None:

@@ -20,6 +20,7 @@ from turnwise.cli import app
 from turnwise.config import Config
 from turnwise.fingerprint import fingerprint
 from turnwise.rollout import collect_groups
+from turnwise.store.checkpoints import save_checkpoint
 from turnwise.store.episodes import read_episodes
 from turnwise.store.log import decode_record, encode_record
 from turnwise.store.run import Run
@@ -47,7 +48,7 @@ async def make_run(folder: Path, config: Config, versions: tuple[int, ...] = (0,
             groups = await collect_groups(stages.tasks.batch(version), stages.rollouts, label=f"s{version}")
             run.record_groups(f"step-{version:06d}", groups)
             for tensor in weights.values():
-                tensor.add_(0.02 * tensor.std() if tensor.numel() > 1 else 0.01)
+                tensor.add_(0.02 * tensor.std() + 2e-3 if tensor.numel() > 1 else 0.01)
     finally:
         run.close()
         stages.rewards.close()
@@ -329,6 +330,28 @@ def test_a_run_under_a_grammar_is_verified(tmp_path, cut):
     assert result.max_logprob_gap is not None
     assert result.max_logprob_gap < 1e-4
     assert result.rescored_tokens > 0
+
+
+def test_a_run_that_trains_an_adapter_is_verified_and_keeps_only_the_adapter(tmp_path):
+    folder = tmp_path / "run"
+    asyncio.run(make_run(folder, Config.from_dict({**CONFIG.to_dict(), "model": {"lora": {"rank": 4}}})))
+    result = verify_run(folder)
+    assert result.problems == ()
+    assert result.is_verified
+    names = safetensors.numpy.load_file(folder / "weights/version-000001.safetensors")
+    assert all("lora_" in name for name in names)
+    shutil.copy(folder / "weights/version-000001.safetensors", folder / "weights/version-000000.safetensors")
+    assert wrong(verify_run(folder)) == {"hash", "logprob"}
+
+
+def test_weights_can_come_from_a_checkpoint(run):
+    kept = run / "weights/version-000001.safetensors"
+    tensors = {f"model/{name}": tensor for name, tensor in safetensors.torch.load_file(kept).items()}
+    save_checkpoint(
+        run, 1, {**tensors, "optimizer/x": tensors["model/" + next(iter(tensors))[6:]] * 0}, {"step": 1}
+    )
+    kept.unlink()
+    assert verify_run(run).is_verified
 
 
 @pytest.mark.slow

@@ -7,10 +7,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tests.line_world import DicePolicy, LineSpec, load_tiny_tokenizer
 
-from turnwise.config import CreditConfig, EnvironmentConfig, RolloutConfig
+from turnwise.config import CreditConfig, EnvironmentConfig, ModelConfig, RolloutConfig
 from turnwise.credit import assign_advantages
 from turnwise.errors import ConfigError
 from turnwise.rewards.align import align_rewards
@@ -122,3 +124,34 @@ async def test_a_model_in_this_process_plays_a_named_environment() -> None:
     assert messages[0]["content"].startswith("At row")
     assert all(logprob <= 0 for step in steps for logprob in step.policy_logprobs)
     assert TaskDefinition(environment="frozenlake", task_index=2).build()[1].task_id == "frozenlake-train-2"
+
+
+async def test_a_model_behind_a_server_gives_the_log_probs_of_its_own_tokens(tokenizer: Any) -> None:
+    from tests.tiny_server import TinyServer
+
+    from turnwise.models.loading import load_model
+
+    loaded = load_model(ModelConfig(path="tiny"))
+    server = TinyServer(loaded.network, loaded.tokenizer)
+    agent = AgentPolicy.from_endpoint(server.url, "tiny", "tiny")
+    definition = TaskDefinition(
+        environment="frozenlake", rollout=RolloutConfig(max_turns=2, max_new_tokens=16)
+    )
+    worker = RLRolloutWorker(definition, agent)
+    try:
+        steps, _, _ = await worker.run_episode()
+    finally:
+        await agent.close()
+        server.close()
+    (episode,) = worker.episodes
+    assert episode.failure is None
+    assert episode.is_token_exact
+    first = episode.turns[0]
+    ids = torch.tensor([[*first.context_input_ids.tolist(), *first.generated_ids.tolist()]])
+    with torch.no_grad():
+        logits = loaded.network(input_ids=ids).logits[0, len(first.context_input_ids) - 1 : -1]
+    # Markers that begin and end messages cannot be sampled, so the server's numbers may only differ by what those hold.
+    expected = torch.log_softmax(logits.float(), dim=-1).gather(1, ids[0, -len(first.generated_ids) :, None])[
+        :, 0
+    ]
+    np.testing.assert_allclose(steps[0].policy_logprobs, expected.numpy(), atol=2e-2)

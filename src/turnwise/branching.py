@@ -73,7 +73,7 @@ async def branch_episode(
         )
     if num < 1:
         raise CreditError(f"{num} branches were asked for; at least 1 is needed")
-    snapshot = await asyncio.to_thread(_go_back, rollouts.environment.make(), episode, turn)
+    snapshot = await asyncio.to_thread(go_back, rollouts.environment.make(), episode, turn)
     config = rollouts.config.model_copy(
         # A branch may go on as long as the stored episode could.
         update={"group_size": num, "max_turns": max(rollouts.config.max_turns, episode.num_turns)}
@@ -84,7 +84,7 @@ async def branch_episode(
         agent=msgspec.structs.replace(
             rollouts.agent, policy=ReplayPolicy(rollouts.agent.policy, episode, turn)
         ),
-        environment=_BranchSpec(rollouts.environment, episode, turn, snapshot),
+        environment=BranchedEnvironments(rollouts.environment, episode, turn, snapshot),
     )
     (group,) = await collect_groups([episode.task], branches, label=label or f"{episode.episode_id}-t{turn}")
     return group, snapshot is not None
@@ -175,7 +175,10 @@ class ReplayPolicy:
 
     def __init__(self, policy: Policy, episode: Episode, num_turns: int) -> None:
         self._policy = policy
-        self._stored = [stored_completion(turn) for turn in episode.turns[:num_turns]]
+        self._stored = [
+            stored_completion(turn, is_token_exact=episode.is_token_exact)
+            for turn in episode.turns[:num_turns]
+        ]
         self.version = policy.version
 
     async def complete(
@@ -196,7 +199,7 @@ class ReplayPolicy:
         await self._policy.close()
 
 
-def stored_completion(turn: Turn) -> Completion:
+def stored_completion(turn: Turn, *, is_token_exact: bool = True) -> Completion:
     """What the policy returned for a stored turn."""
     stream = turn.stream
     kept = None
@@ -211,10 +214,11 @@ def stored_completion(turn: Turn) -> Completion:
         policy_version=turn.policy_version,
         kept=kept,
         banned_ids=stream.banned_ids,
+        is_token_exact=is_token_exact,
     )
 
 
-def _go_back(environment: Environment, episode: Episode, turn: int) -> bytes | None:
+def go_back(environment: Environment, episode: Episode, turn: int) -> bytes | None:
     """Take the stored actions up to `turn`, compare what is seen, and make a snapshot if the environment can."""
     try:
         observation = environment.reset(episode.task)
@@ -239,7 +243,7 @@ def _check_same(episode: Episode, turn: int, seen: Observation) -> None:
         )
 
 
-class _BranchSpec:
+class BranchedEnvironments:
     """Makes environments that stand at the branched turn once the stored actions were taken."""
 
     def __init__(self, spec: EnvironmentSpec, episode: Episode, turn: int, snapshot: bytes | None) -> None:

@@ -210,13 +210,15 @@ class EpisodeBatchCollector:
         self, environments: Sequence[Environment], poses: Sequence[Any] | None, done: int
     ) -> list[PlannedEpisode]:
         planned = []
+        # One environment draws for all: copies of it would draw the same poses.
+        drawer = environments[0]
         episode_ids = self._free_ids("ep{:03d}", 1)
         for offset, (environment, episode_id) in enumerate(zip(environments, episode_ids, strict=False)):
             if poses is not None:
                 pose = poses[done + offset]
             else:
-                pose = environment.get_random_pose() if hasattr(environment, "get_random_pose") else None
-            task = make_task(environment, pose, episode_id)
+                pose = drawer.get_random_pose() if hasattr(drawer, "get_random_pose") else None
+            task = make_task(drawer, pose, episode_id)
             planned.append(PlannedEpisode(environment=environment, task=task, episode_id=episode_id))
         return planned
 

@@ -376,57 +376,6 @@ class Config(_Section):
         return text
 
 
-def get_debug_config() -> Config:
-    """A run of seconds: does everything once, learns nothing."""
-    return Config.from_dict(
-        {
-            "rollout": {"tasks_per_step": 2, "group_size": 2, "max_turns": 4, "max_new_tokens": 32},
-            "training": {"num_steps": 2, "learning_rate": 1e-3},
-            "evaluation": {"num_tasks": 4},
-            "storage": {"checkpoint_every": 1},
-        }
-    )
-
-
-def get_small_scale_config() -> Config:
-    """A run of minutes on a laptop CPU: the tiny model learns FrozenLake."""
-    return Config.from_dict(
-        {
-            "rollout": {"tasks_per_step": 16, "group_size": 8, "max_turns": 10, "max_new_tokens": 32},
-            "credit": {"estimator": "rloo"},
-            "loss": {"name": "ppo"},
-            "training": {"num_steps": 60, "learning_rate": 1e-3, "num_epochs": 2, "schedule": "linear"},
-            "evaluation": {"num_tasks": 200},
-            "storage": {"checkpoint_every": 20},
-        }
-    )
-
-
-def get_full_scale_config() -> Config:
-    """A run of days on GPUs: Qwen3-VL learns to navigate, with an adapter and a reference."""
-    return Config.from_dict(
-        {
-            "model": {"path": "Qwen/Qwen3-VL-8B-Instruct", "dtype": "bfloat16", "lora": {"rank": 64, "alpha": 128}},
-            "environment": {"name": "navigation", "params": {"dataset_path": "ARKitScenes/3dod"}},
-            "rollout": {
-                "tasks_per_step": 32, "group_size": 8, "max_turns": 10, "max_new_tokens": 512, "top_p": 0.9, "top_k": 50,
-                "schedule": "eager", "max_concurrent": 256,
-            },
-            "credit": {"estimator": "gigpo"},
-            "loss": {"name": "ppo", "kl_coefficient": 0.01},
-            "training": {
-                "num_steps": 1000, "learning_rate": 1e-5, "schedule": "cosine", "warmup_steps": 20, "num_minibatches": 4,
-                "tokens_per_pack": 32768, "use_amp": True, "gradient_checkpointing": True,
-            },
-            "evaluation": {"every": 50, "num_tasks": 200},
-            "storage": {"checkpoint_every": 50},
-        }
-    )  # fmt: skip
-
-
-TEMPLATES = {"debug": get_debug_config, "small": get_small_scale_config, "full": get_full_scale_config}
-
-
 def _resolve_knobs(
     section: _SectionT, stage: str, chooser: str, choice: str, table: Mapping[str, Mapping[str, Any]]
 ) -> _SectionT:

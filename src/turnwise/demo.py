@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 
 from turnwise import trainer
-from turnwise.config import Config, get_small_scale_config
+from turnwise.config import Config
 from turnwise.evaluate import Evaluation
 from turnwise.store.run import Run
+from turnwise.templates import get_small_scale_config
 from turnwise.tracking import start_logging
 
 

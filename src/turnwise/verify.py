@@ -17,6 +17,7 @@ import numpy.typing as npt
 from turnwise.audit import EpisodeAudit, Findings
 from turnwise.fingerprint import fingerprint
 from turnwise.models.loading import LoadedModel, load_model
+from turnwise.models.lora import adapt
 from turnwise.policies.weights import load_into
 from turnwise.store.checkpoints import load_checkpoint
 from turnwise.store.episodes import EPISODES
@@ -75,6 +76,8 @@ def verify_run(
     """Check a whole run folder. Raises only when it cannot be read as a run at all."""
     config = read_config(folder)
     model = load_model(config.model)
+    network = adapt(model.network, config.model.lora, seed=config.training.seed).eval()
+    model = msgspec.structs.replace(model, network=network)
     findings = Findings()
     audit = EpisodeAudit(folder, model, findings)
     scoring = _Scoring(
@@ -167,7 +170,11 @@ class _Weights:
         path = folder / WEIGHTS
         known = read_records(path) if path.exists() else iter(())
         self._fingerprints = {int(record["version"]): str(record["fingerprint"]) for record in known}
-        self._own = {name: tensor.detach().clone() for name, tensor in self._network.named_parameters()}
+        self._own = {
+            name: tensor.detach().clone()
+            for name, tensor in self._network.named_parameters()
+            if tensor.requires_grad
+        }
 
     def is_loaded(self, version: int) -> bool:
         return self._current == version
@@ -204,7 +211,7 @@ class _Weights:
             return {
                 name.removeprefix("model/"): tensor
                 for name, tensor in tensors.items()
-                if name.startswith("model/")
+                if name.removeprefix("model/") in self._own
             }
         # Version 0 is the model a run starts from; its fingerprint says whether it still is the same.
         return self._own if version == 0 else None

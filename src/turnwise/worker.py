@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -28,6 +28,9 @@ from turnwise.rewards.steps import StepData, steps_of_episode, write_steps
 from turnwise.rollout import Agent, Rollouts, collect_groups, episode_seed, run_episode
 from turnwise.streams import Conversation
 from turnwise.types import Action, Completion, Episode, Group, Json, Message, SamplingParams, Score, Task
+
+if TYPE_CHECKING:
+    from turnwise.policies.endpoint import Api
 
 log = logging.getLogger("turnwise.worker")
 
@@ -80,6 +83,25 @@ class AgentPolicy:
             schedule="lockstep" if schedule == "lockstep" else "eager",
         )
         return cls(policy, loaded.tokenizer, image_processor=loaded.image_processor)
+
+    @classmethod
+    def from_endpoint(
+        cls, base_url: str, model: str, tokenizer: str | Any, *, api: Api = "auto", api_key: str | None = None
+    ) -> AgentPolicy:
+        """A model behind an OpenAI-compatible server, which speaks through the same tokenizer (an object or its folder).
+
+        A server that takes and returns token ids (vLLM) gives exact log-probabilities. One that only speaks text can be used to collect
+        and evaluate; its episodes are marked not token-exact, and the learner refuses them.
+        """
+        from turnwise.policies.endpoint import EndpointPolicy
+
+        if isinstance(tokenizer, str):
+            import transformers
+
+            from turnwise.models.loading import find_model
+
+            tokenizer = transformers.AutoTokenizer.from_pretrained(find_model(tokenizer))
+        return cls(EndpointPolicy(base_url, model, tokenizer, api=api, api_key=api_key), tokenizer)
 
     def make_agent(self, config: RolloutConfig) -> Agent:
         """What rollouts need of it."""

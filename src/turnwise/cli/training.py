@@ -30,7 +30,7 @@ def init(
     stdout: Annotated[bool, typer.Option("--stdout", help="Print it instead.")] = False,
 ) -> None:
     """Write a config file to start from."""
-    from turnwise.config import TEMPLATES
+    from turnwise.templates import TEMPLATES
 
     if template not in TEMPLATES:
         raise ConfigError(f"template {template!r} is unknown; choose one of {', '.join(TEMPLATES)}")

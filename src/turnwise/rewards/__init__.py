@@ -10,6 +10,7 @@ from typing import Any
 
 _HOMES = {
     "turnwise.rewards.align": ("align_rewards", "align_step_rewards"),
+    "turnwise.rewards.direct": ("evaluate_messages",),
     "turnwise.rewards.interface": (
         "EvaluateResult", "MetricResult", "RewardFunction", "StepOutput", "assistant_turns", "message_text",
         "reward_function",

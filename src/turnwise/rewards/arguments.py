@@ -7,7 +7,7 @@ The agent's own answers also have `step_index`, which tells them from assistant 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -60,7 +60,8 @@ def plain_messages(episode: Episode) -> list[dict[str, Json]]:
 
 def plain(value: Any) -> Json:  # facts of environments may hold numpy values
     """`value` as plain JSON; what JSON cannot say becomes its repr, so that a reward never gets half an object."""
-    return msgspec.to_builtins(value, enc_hook=_encode_other, str_keys=True)
+    # There and back, so that a function sees the same values here as in the sandbox: lists, never tuples.
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=_encode_other))
 
 
 def _encode_other(value: Any) -> Json:
@@ -98,9 +99,16 @@ _BATCH_NAMES = {
 _SHARED = ("ground_truth", "task")
 
 
-def check_params(declaration: Declaration, params: Mapping[str, Json]) -> None:
-    """Raise when the config sets a parameter the function does not take, or leaves out one it needs."""
-    offered = set(_OFFERS) if declaration.mode == "pointwise" else {*_BATCH_NAMES, *_SHARED}
+def check_params(
+    declaration: Declaration, params: Mapping[str, Json], *, offered: Iterable[str] | None = None
+) -> None:
+    """Raise when the config sets a parameter the function does not take, or leaves out one it needs.
+
+    `offered` are the names that the caller can fill in; by default all that an episode has.
+    """
+    if offered is None:
+        offered = _OFFERS if declaration.mode == "pointwise" else (*_BATCH_NAMES, *_SHARED)
+    offered = set(offered)
     if not declaration.accepts_any:
         for name in params:
             if name not in declaration.accepted:

@@ -101,7 +101,7 @@ def to_result(value: Any, function: str) -> EvaluateResult:  # whatever the auth
     try:
         if isinstance(value, EvaluateResult):
             # `model_construct` skips the checks, so what came from there is checked now.
-            return EvaluateResult.model_validate(value.model_dump())
+            return EvaluateResult.model_validate(value.model_dump(warnings=False))
         if isinstance(value, Mapping):
             return EvaluateResult.model_validate(dict(value))
         return EvaluateResult(score=finite_number(value))

@@ -97,6 +97,12 @@ class NavigationEnvironment:
         self._world = self.worlds.get(scene_id)
         return self._world
 
+    def clone(self) -> NavigationEnvironment:
+        """Another agent in the same scenes, which are shared; it stands in the same one."""
+        other = NavigationEnvironment(worlds=self.worlds, params=self.params)
+        other._world = self._world
+        return other
+
     def get_random_pose(self, seed: int | None = None) -> Pose:
         """A pose in the current scene where the agent fits; reproducible when given a seed."""
         return self.world.grid.random_pose(self._rng if seed is None else np.random.default_rng(seed))

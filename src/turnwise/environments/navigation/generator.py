@@ -12,9 +12,7 @@ from turnwise.environments.navigation.furniture import COLORS, FREE_STANDING, Rg
 from turnwise.environments.navigation.layout import Door, Room, plan_rooms
 from turnwise.environments.navigation.scenes import (
     CLASSES,
-    Bytes,
     Doubles,
-    Ints,
     Mesh,
     Scene,
     SceneObject,
@@ -145,7 +143,6 @@ def _furnish(room: Room, doors: list[Door], rng: np.random.Generator, options: S
         piece = _propose(room, label, color, rng)
         bounds = piece.bounds()
         inside = room.contains(bounds)
-        # Chairs and stools may be near other things; large pieces keep the agent's way free.
         gap = options.clearance_m
         if (label, color) in names or not inside or any(_overlap(bounds, other, gap) for other in taken):
             continue
@@ -279,9 +276,6 @@ def _build_door(shape: Shape, door: Door) -> None:
 
 def _finish(shape: Shape, origin: Doubles) -> Mesh:
     vertices, faces, colors = shape.arrays()
-    finished: tuple[Doubles, Ints, Bytes] = (vertices - origin, faces, colors)
     return Mesh(
-        vertices_V3=finished[0].astype(np.float32),
-        faces_F3=finished[1].astype(np.int32),
-        colors_V3=finished[2],
+        vertices_V3=(vertices - origin).astype(np.float32), faces_F3=faces.astype(np.int32), colors_V3=colors
     )

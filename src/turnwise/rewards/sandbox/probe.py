@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -120,6 +121,8 @@ def _attack(tier: str) -> Probe:
 
 
 def _missing_part(tier: str) -> str:
+    if sys.platform != "linux":
+        return f"it needs Linux, not {sys.platform}"
     if not seccomp.is_supported():
         return "there is no seccomp table for this architecture"
     if tier == launch.BUBBLEWRAP and launch.find_bubblewrap() is None:
