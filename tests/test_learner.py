@@ -25,6 +25,7 @@ from tests.learning_cases import (
     with_logprobs,
 )
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from turnwise import losses
 from turnwise.config import LossConfig, TrainingConfig
@@ -359,3 +360,23 @@ def test_a_value_head_without_returns_is_refused() -> None:
     learner, samples = learner_and_samples(LossConfig(value_coefficient=1.0))
     with pytest.raises(TrainingError, match="no turn has a return"):
         learner.update(samples)
+
+
+def test_an_update_makes_no_tensor_of_tokens_by_vocabulary() -> None:
+    learner, samples = learner_and_samples(LossConfig(entropy_coefficient=0.1), logit_chunk=2)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, Tensor) and tensor.shape[-1:] == (97,) and tensor.ndim > 1:
+                    largest = max(largest, tensor.numel() // 97)
+            return out
+
+    with Watch():
+        learner.update(samples)
+    # The head's transposed weight is 32 rows of 97; there are more trained tokens than that.
+    assert samples.num_loss_tokens > 40
+    assert largest <= 32

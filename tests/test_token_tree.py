@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.token_tree import TreeBuilder, build_tree
-from turnwise.tree_attention import dense_mask, plan_rectangles, tree_attention
+from turnwise.tree_attention import dense_mask, flex_tree_attention, plan_rectangles, tree_attention
 
 
 def sequences(*rows: list[int]) -> list[np.ndarray]:
@@ -113,3 +113,15 @@ def test_attention_and_its_gradient_equal_those_of_a_dense_mask(dtype: torch.dty
     expected_grads = torch.autograd.grad(expected, dense, pull.double())
     for got, wanted in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(got.double(), wanted, rtol=0, atol=4 * tolerance)
+
+
+def test_flex_attention_gives_the_same() -> None:
+    rng = np.random.default_rng(1)
+    prompt = rng.integers(0, 50, 30)
+    tree = build_tree([np.concatenate([prompt, rng.integers(0, 3, 9)]) for _ in range(5)])
+    layout = plan_rectangles(tree.segments)
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, len(tree), 16)
+    key, value = torch.randn(2, 1, 2, len(tree), 16)
+    got = flex_tree_attention(query, key, value, layout, 0.25, is_compiled=False)
+    torch.testing.assert_close(got, tree_attention(query, key, value, layout, 0.25), rtol=1e-5, atol=1e-5)

@@ -16,6 +16,7 @@ _HOMES = {
         "Gigpo", "compute_advantages", "compute_loo_baseline", "gae", "gigpo", "grpo", "reinforce_plus_plus", "rloo",
     ),
     "turnwise.collector": ("EpisodeBatchCollector",),
+    "turnwise.batch": ("EpisodeBatch", "prepare_batch", "train_epoch", "train_step"),
     "turnwise.config": ("Config",),
     "turnwise.templates": ("get_debug_config", "get_full_scale_config", "get_small_scale_config"),
     "turnwise.credit": ("assign_advantages",),

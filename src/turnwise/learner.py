@@ -86,6 +86,8 @@ class Learner:
         self._optimizer = torch.optim.AdamW(
             list(self._optimized.values()),
             lr=training.learning_rate,
+            # Rewards change the gradient's size from one batch to the next; a long memory would answer with too large a step.
+            betas=(0.9, 0.95),
             weight_decay=training.weight_decay,
             fused=True,
         )
@@ -204,7 +206,7 @@ class Learner:
             parameter = self._optimized[name]
             moments = _room(by_room["optimizer"], name)
             self._optimizer.state[parameter] = {
-                "step": torch.tensor(count, dtype=torch.float32),
+                "step": torch.tensor(count, dtype=torch.float32, device=parameter.device),
                 **{key: value.to(parameter.device, copy=True) for key, value in moments.items()},
             }
         self.num_updates = int(values["num_updates"])
@@ -242,7 +244,8 @@ class Learner:
         return logprobs_R
 
     def _optimizer_step(self, minibatch: list[Portion], tally: Tally) -> None:
-        self._optimizer.zero_grad(set_to_none=False)
+        # Forgotten, not zeroed: a layer without gradient must be skipped, in a resumed run as in this one.
+        self._optimizer.zero_grad(set_to_none=True)
         loss, gap = 0.0, 0.0
         for portion in minibatch:
             value, logprobs_R = self._backward(portion, tally)

@@ -14,6 +14,7 @@ log-sum-exp, which makes its gradients the exact share of the whole softmax.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class Rectangle:
     """How many equally long neighbouring segments a diagonal one holds."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TreeLayout:
     """What attention needs to know about a tree."""
 
@@ -170,23 +171,73 @@ def tree_attention(
     if query_BHTD.device.type == "cpu":
         out: torch.Tensor = _TreeAttention.apply(query_BHTD, key_BKTD, value_BKTD, layout, scale)  # type: ignore[no-untyped-call]
         return out
-    mask_TT = dense_mask(layout, query_BHTD.device)
+    if query_BHTD.device.type == "cuda":
+        return flex_tree_attention(query_BHTD, key_BKTD, value_BKTD, layout, scale, is_compiled=True)
     return torch.nn.functional.scaled_dot_product_attention(
-        query_BHTD, key_BKTD, value_BKTD, attn_mask=mask_TT, scale=scale, enable_gqa=True
+        query_BHTD,
+        key_BKTD,
+        value_BKTD,
+        attn_mask=dense_mask(layout, query_BHTD.device),
+        scale=scale,
+        enable_gqa=True,
     )
+
+
+def flex_tree_attention(
+    query_BHTD: torch.Tensor,
+    key_BKTD: torch.Tensor,
+    value_BKTD: torch.Tensor,
+    layout: TreeLayout,
+    scale: float,
+    *,
+    is_compiled: bool,
+) -> torch.Tensor:
+    """The same through FlexAttention, which skips blocks of the mask that are empty."""
+    out: torch.Tensor = _flex(is_compiled)(
+        query_BHTD,
+        key_BKTD,
+        value_BKTD,
+        block_mask=_block_mask(layout, query_BHTD.device),
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out
+
+
+@functools.cache
+def _flex(is_compiled: bool) -> Any:  # what torch.compile returns has no useful type
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True) if is_compiled else flex_attention
+
+
+@functools.lru_cache(maxsize=4)
+def _block_mask(layout: TreeLayout, device: torch.device) -> Any:  # the import waits until it is needed
+    """Kept between the layers of one forward pass; a tree is its own key."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    ends_T = subtree_ends(layout, device)
+
+    def sees(
+        batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor
+    ) -> torch.Tensor:
+        return (column <= row) & (row < ends_T[column])
+
+    return create_block_mask(sees, None, None, layout.longest, layout.longest, device=str(device))
+
+
+def subtree_ends(layout: TreeLayout, device: torch.device) -> torch.Tensor:
+    """[T]: token k is seen by exactly the tokens in `[k, subtree_ends[k])`."""
+    lengths = torch.tensor([segment.end - segment.start for segment in layout.segments], device=device)
+    ends = torch.tensor([segment.subtree_end for segment in layout.segments], device=device)
+    return torch.repeat_interleave(ends, lengths)
 
 
 def dense_mask(layout: TreeLayout, device: torch.device) -> torch.Tensor:
     """[T, T], true where attention is allowed."""
-    length = layout.longest
-    mask_TT = torch.zeros(length, length, dtype=torch.bool, device=device)
-    for segment in layout.segments:
-        own = slice(segment.start, segment.end)
-        mask_TT[own, own] = torch.ones(
-            segment.end - segment.start, segment.end - segment.start, dtype=torch.bool, device=device
-        ).tril()
-        mask_TT[segment.end : segment.subtree_end, own] = True
-    return mask_TT
+    places_T = torch.arange(layout.longest, device=device)
+    ends_T = subtree_ends(layout, device)
+    return (places_T[None] <= places_T[:, None]) & (places_T[:, None] < ends_T[None])
 
 
 def _tree_attention_forward(
