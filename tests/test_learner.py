@@ -301,7 +301,8 @@ def test_a_divergence_in_the_reward_lowers_the_advantage() -> None:
 
 
 def test_stale_episodes_are_weighed_up_to_the_cap() -> None:
-    learner, samples = learner_and_samples(LossConfig(name="ppo", importance_cap=1.5), **STILL)
+    still = {**STILL, "max_logprob_gap": 0.05}
+    learner, samples = learner_and_samples(LossConfig(name="ppo", importance_cap=1.5), **still)
     for sample in samples.samples:
         sample.stream.logprobs[sample.targets_R] -= 1.0
     metrics = learner.update(samples).metrics
@@ -380,3 +381,15 @@ def test_an_update_makes_no_tensor_of_tokens_by_vocabulary() -> None:
     # The head's transposed weight is 32 rows of 97; there are more trained tokens than that.
     assert samples.num_loss_tokens > 40
     assert largest <= 32
+
+
+def test_a_model_in_bfloat16_sums_its_head_in_float32() -> None:
+    network = tiny_network(dtype=torch.bfloat16)
+    episodes = with_logprobs(network, shared_prompt_episodes(np.random.default_rng(0)))
+    exact = tiny_network(dtype=torch.bfloat16).float()
+    advantages = random_advantages(episodes)
+    expected = naive_reinforce(exact, episodes, advantages)
+    loss = LossConfig(name="reinforce")
+    got, _ = learner_gradients(network, episodes, advantages, loss, max_logprob_gap=1.0)
+    rounded = {name: tensor.float() for name, tensor in got.items()}
+    assert relative_difference(rounded, expected) < 0.05

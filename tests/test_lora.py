@@ -133,3 +133,16 @@ def test_saving_an_adapter_that_is_not_there_is_refused(tmp_path: Path) -> None:
         save_adapter(tiny_network(), tmp_path)
     with pytest.raises(ModelError, match="no adapter"):
         save_merged(tiny_network(), tmp_path)
+
+
+def test_checkpointing_trains_an_adapter_on_frozen_embeddings() -> None:
+    learners = []
+    for checkpointing in (False, True):
+        network = add_adapter(tiny_network(), LoraConfig(rank=4))
+        training = TrainingConfig(learning_rate=1e-2, gradient_checkpointing=checkpointing)
+        learners.append(Learner(network, loss=LossConfig(), training=training))
+        learners[-1].update(make_samples(network))
+    plain, saving = (learner.weights() for learner in learners)
+    assert any(tensor.abs().sum() > 0 for name, tensor in saving.items() if "lora_B" in name)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(saving[name], tensor, rtol=1e-4, atol=1e-6)

@@ -313,7 +313,8 @@ class Learner:
         return self.loss.value_coefficient * error
 
     def _check_gap(self, gap: float) -> None:
-        if gap > self.training.max_logprob_gap:
+        # With an importance cap episodes of an older policy are expected, and weighed.
+        if self.loss.importance_cap is None and gap > self.training.max_logprob_gap:
             raise TrainingError(
                 f"sampler and learner disagree by {gap:.4g} on a token's log-prob before the first update "
                 f"(training.max_logprob_gap is {self.training.max_logprob_gap}); check that the policy has the learner's weights "

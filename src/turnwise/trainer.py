@@ -58,6 +58,7 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True):
 async def train(run: Run, stages: Stages, watch: Watch, *, first_step: int = 0) -> None:
     """Run all the steps that are left. Ctrl-C ends it after the current step, ready to be resumed."""
     config, clock = run.config, Stopwatch()
+    stages.learner.abort_folder = run.folder / "aborted"
     await deliver_weights(run, stages, version=first_step)
     with stop_on_interrupt() as is_interrupted:
         for step in range(first_step, config.training.num_steps):
