@@ -46,7 +46,5 @@ async def run_demo(config: Config, folder: Path, watch: trainer.Watch) -> DemoRe
         after = await trainer.evaluate_now(run, stages, "after")
         run.record_evaluation(config.training.num_steps, after.figures())
     finally:
-        stages.rewards.close()
-        await stages.rollouts.agent.policy.close()
-        run.close()
+        await trainer.close(run, stages)
     return DemoResult(before=before, after=after, seconds=time.monotonic() - started, run=str(folder))

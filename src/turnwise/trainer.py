@@ -55,8 +55,11 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True):
     learner: Learner
 
 
-async def train(run: Run, stages: Stages, watch: Watch, *, first_step: int = 0) -> None:
-    """Run all the steps that are left. Ctrl-C ends it after the current step, ready to be resumed."""
+async def train(run: Run, stages: Stages, watch: Watch, *, first_step: int = 0) -> int:
+    """Run the steps that are left and return how many updates there are now.
+
+    Ctrl-C ends it after the current step, ready to be resumed.
+    """
     config, clock = run.config, Stopwatch()
     stages.learner.abort_folder = run.folder / "aborted"
     await deliver_weights(run, stages, version=first_step)
@@ -97,7 +100,8 @@ async def train(run: Run, stages: Stages, watch: Watch, *, first_step: int = 0) 
             watch.on_step(step, metrics)
             await validate_and_save(run, stages, step + 1, metrics, is_last=is_interrupted())
             if is_interrupted():
-                return
+                return step + 1
+    return max(first_step, config.training.num_steps)
 
 
 async def validate_and_save(
@@ -156,6 +160,13 @@ def build_stages(config: Config) -> Stages:
             image_processor=model.image_processor,
         ),
     )
+
+
+async def close(run: Run, stages: Stages) -> None:
+    """End the processes and threads of the stages, and the writing of the run."""
+    stages.rewards.close()
+    await stages.rollouts.agent.policy.close()
+    run.close()
 
 
 async def deliver_weights(run: Run, stages: Stages, version: int) -> None:

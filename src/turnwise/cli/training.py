@@ -79,13 +79,19 @@ def train(
     start_logging(run.folder, run.config.tracking.log_level)
     console.print(describe_objective(run.config.loss, run.config.credit), highlight=False)
     with TrainingProgress(run.config.training.num_steps, first_step=first_step) as watch:
-        asyncio.run(trainer.train(run, stages, watch, first_step=first_step))
-    evaluation = asyncio.run(trainer.evaluate_now(run, stages, "final"))
-    run.record_evaluation(run.config.training.num_steps, evaluation.figures())
-    run.close()
-    console.print(f"run folder: {run.folder}")
+        num_updates = asyncio.run(trainer.train(run, stages, watch, first_step=first_step))
+    figures = None
+    if num_updates == run.config.training.num_steps:
+        evaluation = asyncio.run(trainer.evaluate_now(run, stages, "final"))
+        figures = evaluation.figures()
+        run.record_evaluation(num_updates, figures)
+        print_evaluation(evaluation)
+        console.print(f"run folder: {run.folder}")
+    else:
+        console.print(f"stopped after {num_updates} updates; `turnwise train --resume {run.folder}` goes on")
+    asyncio.run(trainer.close(run, stages))
     if as_json:
-        print_json({"run": str(run.folder), "evaluation": evaluation.figures()})
+        print_json({"run": str(run.folder), "num_updates": num_updates, "evaluation": figures})
 
 
 def evaluate(
