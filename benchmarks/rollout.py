@@ -185,20 +185,25 @@ def compare_trl(trl_python: str | None, repeats: int) -> dict[str, Any]:
     network.generation_config.eos_token_id = None
     script = Script(num_turns=1, num_tokens=512, vocab_size=49_152)
     tokenizer = byte_pair_tokenizer(49_152)
-    ours = []
+    ours, our_cpu_s = [], []
     for _ in range(max(3, repeats)):
         policy = LocalPolicy(network, tokenizer)
+        before_s = time.process_time()
         seconds, num_sampled = asyncio.run(_run_and_close(policy, script))
+        our_cpu_s.append((time.process_time() - before_s) / num_sampled)
         ours.append(num_sampled / seconds)
-    theirs = None
+    result: dict[str, Any] = {
+        "name": "trl_single_turn", "unit": "sampled tokens/s", "ours": max(ours), "baseline": None, "ratio": None,
+    }  # fmt: skip
     if trl_python is not None:
         command = [trl_python, str(Path(__file__).with_name("rollout_trl.py")), str(max(3, repeats))]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        theirs = float(json.loads(printed.splitlines()[-1])["tokens_per_s"])
-    return {
-        "name": "trl_single_turn", "unit": "sampled tokens/s", "ours": max(ours), "baseline": theirs,
-        "ratio": None if theirs is None else max(ours) / theirs,
-    }  # fmt: skip
+        theirs = json.loads(printed.splitlines()[-1])
+        result["baseline"] = theirs["tokens_per_s"]
+        result["ratio"] = max(ours) / theirs["tokens_per_s"]
+        result["cpu_ratio"] = theirs["cpu_s_per_token"] / min(our_cpu_s)
+        result["trl"] = theirs["trl"]
+    return result
 
 
 def main() -> None:

@@ -382,6 +382,18 @@ def forges_and_returns(messages):
     return 0.25
 
 
+def open_descriptors(messages):
+    """Score = how many descriptors a call holds."""
+    found = []
+    for fd in range(256):
+        try:
+            os.fstat(fd)
+            found.append(fd)
+        except OSError:
+            continue
+    return EvaluateResult(score=len(found), reason=str(found))
+
+
 def answers_and_stays(messages):
     """Sends a good answer by hand, hangs up, and goes on running."""
     for fd in range(3, 256):

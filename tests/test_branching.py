@@ -6,19 +6,27 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tests.line_world import DicePolicy, LineSpec, RestlessLineWorld, RestorableLineWorld, load_tiny_tokenizer
 from typer.testing import CliRunner
 
-from turnwise.branching import branch_episode, estimate_value, preference_pairs, stored_completion
+from turnwise.branching import (
+    BranchedEnvironments,
+    branch_episode,
+    estimate_value,
+    go_back,
+    preference_pairs,
+    stored_completion,
+)
 from turnwise.cli import app
 from turnwise.config import Config, CreditConfig, RolloutConfig
 from turnwise.credit_report import environment_score
 from turnwise.errors import CreditError, EnvironmentFailure
 from turnwise.rollout import Rollouts, run_episode
 from turnwise.store.run import Run
-from turnwise.types import Episode
+from turnwise.types import Action, Episode
 from turnwise.worker import AgentPolicy
 
 
@@ -180,3 +188,36 @@ def test_a_stored_run_is_branched_from_the_command_line(tmp_path: Path) -> None:
     before = sorted(path for path in (run.folder / "branches").rglob("*"))
     Run.open(run.folder).rewind_to_checkpoint()
     assert sorted(path for path in (run.folder / "branches").rglob("*")) == before
+
+
+def test_navigation_goes_on_from_its_snapshot_as_if_nothing_had_happened() -> None:
+    from tests.reward_episodes import make_episode
+
+    from turnwise.environments.navigation import build_navigation
+
+    scenes = {"num_train_scenes": 1, "num_eval_scenes": 1, "max_rooms": 1}
+    spec = build_navigation({"generate": scenes, "width": 32, "height": 32})
+    task = spec.tasks.task(0, "train")
+    moves = [
+        Action(value={"rotation_angle_degrees": angle, "forward_meters": metres})
+        for angle, metres in ((30.0, 0.2), (-60.0, 0.1), (15.0, 0.0))
+    ]
+    environment = spec.make()
+    seen = [environment.reset(task)]
+    transitions = [environment.step(move) for move in moves]
+    seen += [transition.observation for transition in transitions]
+    episode = make_episode("a", "b", "c", episode_id="walk")
+    turns = tuple(
+        msgspec.structs.replace(turn, observation=seen[t], action=moves[t], metrics=transitions[t].metrics)
+        for t, turn in enumerate(episode.turns)
+    )
+    episode = msgspec.structs.replace(episode, turns=turns, task=task)
+    snapshot = go_back(spec.make(), episode, 2)
+    assert snapshot is not None
+    branch = BranchedEnvironments(spec, episode, 2, snapshot).make()
+    assert branch.reset(task).messages == seen[0].messages
+    for move, expected in zip(moves, seen[1:], strict=True):
+        found = branch.step(move).observation
+        assert found.messages == expected.messages
+        assert found.state_key == expected.state_key
+        assert found.info == expected.info

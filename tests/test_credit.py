@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
 from tests.reward_episodes import make_episode
 
-from turnwise.config import CreditConfig
+from turnwise.config import Config, CreditConfig
 from turnwise.credit import assign_advantages, describe_credit, is_without_signal, turn_rewards
-from turnwise.errors import CreditError
+from turnwise.errors import ConfigError, CreditError
 from turnwise.types import Advantages, Episode, Failure, Group, Observation, Score, StopReason
 
 
@@ -232,3 +233,15 @@ def test_knobs_nobody_reads_are_refused() -> None:
         CreditConfig(estimator="gigpo", combine="convex", omega=1.5)
     assert CreditConfig(estimator="gigpo", combine="convex").omega == 0.5
     assert CreditConfig(estimator="gigpo").omega == 1.0
+
+
+def test_a_written_config_can_be_turned_to_another_algorithm(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    Config.from_dict({"credit": {"estimator": "rloo"}, "loss": {"name": "ppo", "clip_low": 0.1}}).to_yaml(
+        path
+    )
+    turned = Config.from_file(path, ["credit.estimator=gigpo", "credit.gamma=0.5"])
+    assert (turned.credit.gamma, turned.credit.omega, turned.credit.normalize) == (0.5, 1.0, None)
+    # What somebody chose is not dropped in silence.
+    with pytest.raises(ConfigError, match=r"loss\.clip_low is 0\.1"):
+        Config.from_file(path, ["loss.name=reinforce"])

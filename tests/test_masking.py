@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -90,6 +92,26 @@ def test_nested_json_is_masked_to_the_outer_brace(tokenizer, token_bytes):
     mask = ActionTokenMasker(token_bytes).mask(tokenizer.encode(f"so {text} done"), KEYS)
     assert mask.confidence >= 0.7
     assert mask.action.text == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{forward_meters: 1", '"go. {forward_meters: 1', "{'forward_meters': 1"],
+)
+def test_an_unclosed_object_that_is_no_json_is_found_by_regex(tokenizer, token_bytes, text):
+    masker = ActionTokenMasker(token_bytes)
+    ids = tokenizer.encode(f"so {text}<|im_end|>")
+    mask = masker.mask(ids, KEYS)
+    assert (mask.method, mask.action.value) == (MaskingMethod.REGEX, None)
+    assert mask.action.text == text[text.rindex("{") :]
+
+
+def test_quotes_without_end_cost_no_quadratic_time(tokenizer, token_bytes):
+    masker = ActionTokenMasker(token_bytes)
+    ids = tokenizer.encode('{x \\"' * 20_000)
+    started = time.process_time()
+    assert masker.mask(ids, KEYS).method is MaskingMethod.FAILED
+    assert time.process_time() - started < 5
 
 
 def test_keys_without_braces_fall_back_to_the_last_tokens(tokenizer, token_bytes):

@@ -206,3 +206,30 @@ async def test_a_stream_that_ends_reports_why(policy: LocalPolicy) -> None:
     answer = await policy.complete(make_request(random_ids(4, 20), max_new_tokens=5))
     assert answer.finish_reason in (FinishReason.LENGTH, FinishReason.END)
     assert len(answer.completion_ids) <= 5
+
+
+async def test_what_prompts_begin_with_is_computed_once_across_groups(policy: LocalPolicy) -> None:
+    system = random_ids(1, 40)
+    prompts = [[*system, *random_ids(10 + i // 2, 10)] for i in range(4)]
+    requests = [
+        make_request(prompt, stream=f"s{i}", group=f"g{i // 2}", seed=(0, i, 0))
+        for i, prompt in enumerate(prompts)
+    ]
+    answers = await asyncio.gather(*(policy.complete(request) for request in requests))
+    # The first prompt whole, the second group's own ten tokens, nothing for the two equal ones.
+    assert policy.statistics.num_prefilled == 50 + 10
+    assert policy.statistics.num_shared == 50 + 40 + 50
+    for prompt, request, answer in zip(prompts, requests, answers, strict=True):
+        expected = teacher_forced(policy._network, prompt, answer, request.sampling)
+        np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
+
+
+async def test_a_late_member_of_a_group_copies_its_prompt(policy: LocalPolicy) -> None:
+    prompt = random_ids(1, 40)
+    await policy.complete(make_request(prompt, stream="early", seed=(0, 0, 0)))
+    request = make_request(prompt, stream="late", seed=(0, 1, 0))
+    answer = await policy.complete(request)
+    # One token is computed again, for its logits.
+    assert policy.statistics.num_prefilled == 40 + 1
+    expected = teacher_forced(policy._network, prompt, answer, request.sampling)
+    np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)

@@ -220,6 +220,11 @@ def test_a_forged_frame_counts_for_its_own_call_only(sandbox: SandboxEvaluator) 
         assert_unharmed(sandbox)
 
 
+def test_a_call_holds_no_descriptor_but_its_own(sandbox: SandboxEvaluator) -> None:
+    outcome = call(sandbox, "open_descriptors")
+    assert outcome.results[0].score == 4.0, outcome.results[0].reason  # standard ones and its connection
+
+
 def test_a_process_that_answers_and_stays_is_removed_before_the_next_call(sandbox: SandboxEvaluator) -> None:
     assert [r.score for r in call(sandbox, "answers_and_stays").results] == [0.75]
     assert_unharmed(sandbox)

@@ -9,8 +9,8 @@ from tests.learning_cases import make_advantages, make_episode, make_groups, mak
 
 from turnwise.errors import SampleError
 from turnwise.packs import build_packs
-from turnwise.samples import Samples, build_samples
-from turnwise.types import Episode, KeptSets, TokenStream
+from turnwise.samples import Samples, build_samples, loss_mask
+from turnwise.types import Episode, KeptSets, MaskingMethod, TokenStream
 
 
 def one_stream(**fields: object) -> TokenStream:
@@ -62,12 +62,29 @@ def test_each_stream_of_a_forked_episode_is_a_sample() -> None:
 def test_episodes_that_take_no_part_are_counted() -> None:
     good = make_episode("good", [one_stream()])
     unscored = make_episode("unscored", [one_stream()])
-    nothing = [np.zeros(3, bool), np.zeros(2, bool)]
-    lost = make_episode("lost", [one_stream()], masks=nothing, is_valid=False)
-    episodes = [good, unscored, lost]
-    samples = build(episodes, make_advantages(episodes, [[1.0, 1.0], [None, None], [1.0, 1.0]]))
+    episodes = [good, unscored]
+    samples = build(episodes, make_advantages(episodes, [[1.0, 1.0], [None, None]]))
     assert samples.episode_ids == ("good",)
-    assert samples.metrics["episodes_left_out"] == 2
+    assert samples.metrics["episodes_left_out"] == 1
+
+
+def test_a_turn_without_an_action_trains_on_everything_it_sampled() -> None:
+    episode = make_episode("odd", [one_stream()])
+    first, second = episode.turns
+    lost = msgspec.structs.replace(
+        first,
+        masking_method=MaskingMethod.FAILED,
+        masking_confidence=0.0,
+        action_token_mask=np.zeros_like(first.action_token_mask),
+    )
+    assert loss_mask(lost, "action").all()
+    assert (loss_mask(second, "action") == second.action_token_mask).all()
+    assert loss_mask(second, "completion").all()
+    odd = msgspec.structs.replace(episode, turns=(lost, second), is_valid=False)
+    (sample,) = build([odd], make_advantages([odd], [[1.0, 2.0]])).samples
+    whole = list(range(first.completion_start, first.completion_end))
+    action = (np.flatnonzero(second.action_token_mask) + second.completion_start).tolist()
+    assert sample.targets_R.tolist() == [*whole, *action]
 
 
 def bad_logprob() -> Episode:

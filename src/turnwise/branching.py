@@ -73,7 +73,7 @@ async def branch_episode(
         )
     if num < 1:
         raise CreditError(f"{num} branches were asked for; at least 1 is needed")
-    snapshot = await asyncio.to_thread(_go_back, rollouts.environment.make(), episode, turn)
+    snapshot = await asyncio.to_thread(go_back, rollouts.environment.make(), episode, turn)
     config = rollouts.config.model_copy(
         # A branch may go on as long as the stored episode could.
         update={"group_size": num, "max_turns": max(rollouts.config.max_turns, episode.num_turns)}
@@ -84,7 +84,7 @@ async def branch_episode(
         agent=msgspec.structs.replace(
             rollouts.agent, policy=ReplayPolicy(rollouts.agent.policy, episode, turn)
         ),
-        environment=_BranchSpec(rollouts.environment, episode, turn, snapshot),
+        environment=BranchedEnvironments(rollouts.environment, episode, turn, snapshot),
     )
     (group,) = await collect_groups([episode.task], branches, label=label or f"{episode.episode_id}-t{turn}")
     return group, snapshot is not None
@@ -218,7 +218,7 @@ def stored_completion(turn: Turn, *, is_token_exact: bool = True) -> Completion:
     )
 
 
-def _go_back(environment: Environment, episode: Episode, turn: int) -> bytes | None:
+def go_back(environment: Environment, episode: Episode, turn: int) -> bytes | None:
     """Take the stored actions up to `turn`, compare what is seen, and make a snapshot if the environment can."""
     try:
         observation = environment.reset(episode.task)
@@ -243,7 +243,7 @@ def _check_same(episode: Episode, turn: int, seen: Observation) -> None:
         )
 
 
-class _BranchSpec:
+class BranchedEnvironments:
     """Makes environments that stand at the branched turn once the stored actions were taken."""
 
     def __init__(self, spec: EnvironmentSpec, episode: Episode, turn: int, snapshot: bytes | None) -> None:

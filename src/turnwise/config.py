@@ -421,6 +421,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 def _apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """`["training.seed=3"]` on `{}` gives `{"training": {"seed": 3}}`; values are read as YAML."""
     merged: dict[str, Any] = json.loads(json.dumps(values))
+    overrides = list(overrides)
     for override in overrides:
         name, separator, text = override.partition("=")
         if not separator or not name:
@@ -438,7 +439,19 @@ def _apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[s
             if not isinstance(target, dict):
                 raise ConfigError(f"override {override!r}: {parent} is not a section")
         target[leaf] = value
+    _drop_filled_knobs(values, merged, {name.partition("=")[0] for name in overrides})
     return merged
+
+
+def _drop_filled_knobs(before: dict[str, Any], merged: dict[str, Any], overridden: set[str]) -> None:
+    """A written config holds the filled-in knobs of its algorithm; they must not outlive an override of the algorithm."""
+    for stage, chooser, table in (("credit", "estimator", _CREDIT_KNOBS), ("loss", "name", _LOSS_KNOBS)):
+        old, section = (before.get(stage) or {}).get(chooser), merged.get(stage) or {}
+        if old not in table or section.get(chooser) == old:
+            continue
+        for knob, default in table[old].items():
+            if f"{stage}.{knob}" not in overridden and section.get(knob) == default:
+                section.pop(knob, None)
 
 
 def _number_or_text(text: str) -> float | str:

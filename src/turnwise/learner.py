@@ -86,6 +86,8 @@ class Learner:
         self._optimizer = torch.optim.AdamW(
             list(self._optimized.values()),
             lr=training.learning_rate,
+            # Rewards change the gradient's size from one batch to the next; a long memory would answer with too large a step.
+            betas=(0.9, 0.95),
             weight_decay=training.weight_decay,
             fused=True,
         )

@@ -10,6 +10,7 @@ Strategies, strongest first, each with the confidence it deserves:
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -230,6 +231,8 @@ class ActionTokenMasker:
         )
 
 
+_STRING_OR_BRACE = re.compile(rb'"(?:[^"\\]|\\.)*+"|[{}"]', re.DOTALL)
+_BRACE = re.compile(rb"[{}]")
 _EXPLANATIONS = {
     "empty_completion": "nothing visible was sampled",
     "no_json": "the completion holds no JSON object",
@@ -297,7 +300,9 @@ def _unclosed_object(text: bytes, action_keys: frozenset[str]) -> int | None:
 def _unclosed_braces(text: bytes) -> frozenset[int]:
     """The offsets of the braces that stay open to the end, strings left aside."""
     still_open: list[int] = []
-    for match in re.finditer(rb'"(?:[^"\\]|\\.)*"|[{}]', text, re.DOTALL):
+    # From a quote on that no other one closes, nothing is a string; looking again from every later quote would be quadratic.
+    lone = next((match.start() for match in _STRING_OR_BRACE.finditer(text) if match[0] == b'"'), len(text))
+    for match in itertools.chain(_STRING_OR_BRACE.finditer(text, 0, lone), _BRACE.finditer(text, lone)):
         if match[0] == b"{":
             still_open.append(match.start())
         elif match[0] == b"}" and still_open:

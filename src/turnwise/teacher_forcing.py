@@ -62,11 +62,10 @@ class TeacherForcing:
         device = self._base.get_input_embeddings().weight.device
         longest = max(job.length for job in batch)
         ids_BT = torch.zeros(len(batch), longest, dtype=torch.long)
-        is_token_BT = torch.zeros(len(batch), longest, dtype=torch.long)
         for row, job in enumerate(batch):
             ids_BT[row, : job.length] = torch.from_numpy(job.stream.ids[: job.length].astype(np.int64))
-            is_token_BT[row, : job.length] = 1
-        inputs: dict[str, Any] = {"input_ids": ids_BT, "attention_mask": is_token_BT}
+        # Streams begin together and are filled up at the end, so the causal mask alone keeps the filling out.
+        inputs: dict[str, Any] = {"input_ids": ids_BT}
         if batch[0].stream.images:
             inputs |= self._image_inputs(batch[0], ids_BT)
         inputs = {name: tensor.to(device) for name, tensor in inputs.items()}

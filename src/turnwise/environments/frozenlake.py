@@ -32,11 +32,13 @@ def build_frozenlake(
     max_distance: int | None = None,
     invalid_reward: float = -0.1,
     progress_reward: float = 0.0,
+    hole_reward: float = 0.0,
 ) -> GymSpec:
     """Maps of `size` × `size` with a share of `ice`; start and goal are `min_distance` to `max_distance` moves apart.
 
     Reaching the goal pays 1. An action that is no move costs a little: standing still must not be the safe way out.
-    `progress_reward` is paid for each move nearer to the goal and taken for each move away from it or into a hole.
+    `progress_reward` is paid for each move nearer to the goal and taken for each move away from it; `hole_reward` is
+    paid for falling into a hole.
     """
     if not 2 <= size <= 9:
         raise ConfigError(f"frozenlake size is {size}; use 2 to 9")
@@ -52,6 +54,10 @@ def build_frozenlake(
         desc = make_map(task.seed, size=size, ice=ice, min_distance=min_distance, max_distance=furthest)
         return gymnasium.make("FrozenLake-v1", desc=desc, is_slippery=False, max_episode_steps=1000)
 
+    def bonus(env: GymEnv, before: int, after: int) -> float:
+        nearer = _moves_nearer(env, before, after)
+        return hole_reward if nearer is None else progress_reward * nearer
+
     return GymSpec(
         "frozenlake",
         lambda: GymEnvironment(
@@ -61,7 +67,7 @@ def build_frozenlake(
             read_action=_read_move,
             state_key=_position,
             invalid_reward=invalid_reward,
-            bonus=lambda env, before, after: progress_reward * _moves_nearer(env, before, after),
+            bonus=bonus,
         ),
     )
 
@@ -110,14 +116,14 @@ def _read_move(value: dict[str, Json]) -> int:
     return MOVES[move]
 
 
-def _moves_nearer(env: GymEnv, before: int, after: int) -> int:
-    """1 for a step towards the goal, -1 for one away from it or into a hole, 0 for bumping into a wall."""
+def _moves_nearer(env: GymEnv, before: int, after: int) -> int | None:
+    """1 for a step towards the goal, -1 for one away from it, 0 for bumping into a wall, None for a hole."""
     game = env.unwrapped
     cells = game.desc.astype(str)
     row, column = np.argwhere(cells == "G")[0]
     distances = _distances_to(cells, (int(row), int(column)))
     start, end = divmod(int(before), game.ncol), divmod(int(after), game.ncol)
-    return distances[start] - distances[end] if end in distances else -1
+    return distances[start] - distances[end] if end in distances else None
 
 
 def _position(env: GymEnv, observation: int) -> Json:

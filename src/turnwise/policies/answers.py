@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 class ServerVocabulary:
     """What is known of a server's tokens from its tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:  # a Hugging Face tokenizer
+    def __init__(self, tokenizer: Any, image_token_id: int | None = None) -> None:  # a Hugging Face tokenizer
         self.tokenizer = tokenizer
+        self.image_token_id = image_token_id
         self.bytes = TokenBytes(tokenizer)
         self.end_ids: frozenset[int] = (
             frozenset() if tokenizer.eos_token_id is None else frozenset({int(tokenizer.eos_token_id)})

@@ -42,6 +42,7 @@ class EndpointPolicy:
         model: str,
         tokenizer: Any,  # a Hugging Face tokenizer, the same as the server's
         *,
+        image_token_id: int | None = None,
         api: Api = "auto",
         api_key: str | None = None,
         version: int = 0,
@@ -52,7 +53,7 @@ class EndpointPolicy:
         self.version = version
         self._model = model
         self._tokenizer = tokenizer
-        self._vocabulary = ServerVocabulary(tokenizer)
+        self._vocabulary = ServerVocabulary(tokenizer, image_token_id)
         self._api: Api = api
         self._wire = Wire(base_url, api_key=api_key, max_retries=max_retries, timeout_s=timeout_s)
         self._delivery = delivery

@@ -11,6 +11,7 @@ import numpy as np
 
 from turnwise.errors import PolicyError
 from turnwise.policies.answers import Piece, ServerVocabulary
+from turnwise.policies.prefixes import image_spans
 from turnwise.policy import Request
 from turnwise.types import Image, IntArray, Json, Message, SamplingParams
 
@@ -32,7 +33,7 @@ def generate_body(request: Request, model: str, vocabulary: ServerVocabulary) ->
         },
     }
     if request.images:
-        body["token_ids"] = _one_placeholder_each(request)
+        body["token_ids"] = _one_placeholder_each(request, vocabulary.image_token_id)
         body["content_parts"] = [{"type": "image_url", "url": data_url(image)} for image in request.images]
         body["return_token_ids"] = True
     return body
@@ -145,19 +146,16 @@ def _piece(
     )
 
 
-def _one_placeholder_each(request: Request) -> list[int]:
-    """Servers expand images themselves; runs of one id between which nothing else stands are the placeholders."""
-    ids = request.prompt_ids
-    repeated = np.flatnonzero((ids[1:] == ids[:-1]) & np.isin(ids[1:], _image_id(request))) + 1
-    return [int(token_id) for token_id in np.delete(ids, repeated)]
-
-
-def _image_id(request: Request) -> int:
-    """The id whose runs are as many as the images: no text repeats one token as often as an image does."""
-    ids = request.prompt_ids
-    starts = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]]))
-    lengths = np.diff(np.concatenate([starts, [len(ids)]]))
-    return int(ids[starts[int(np.argmax(lengths))]])
+def _one_placeholder_each(request: Request, image_token_id: int | None) -> list[int]:
+    """Servers expand images themselves: of each run of placeholders only the first is sent."""
+    spans = image_spans(request.prompt_ids, image_token_id)
+    if len(spans) != len(request.images):
+        raise PolicyError(
+            f"stream {request.stream_id} has {len(request.images)} images but {len(spans)} runs of the image token "
+            f"{image_token_id}; give the policy the `image_token_id` of the model's config"
+        )
+    rest = [np.arange(start + 1, end) for start, end in spans]
+    return [int(token_id) for token_id in np.delete(request.prompt_ids, np.concatenate(rest))]
 
 
 def _check_prompt(prompt_ids: list[int] | None, request: Request) -> None:

@@ -105,7 +105,8 @@ async def _events(response: httpx.Response) -> AsyncIterator[Json]:
             return
         event = json.loads(text)
         if isinstance(event, dict) and "error" in event:
-            raise PolicyError(f"the server stopped in the middle of an answer: {_words(text)}")
+            kind = ContextOverflowError if _is_overflow(text) else PolicyError
+            raise kind(f"the server stopped in the middle of an answer: {_words(text)}")
         yield event
 
 
@@ -118,9 +119,13 @@ def check(response: httpx.Response, text: str) -> None:
     if status in _PASSING:
         after = response.headers.get("Retry-After", "")
         raise ServerBusy(message, wait_s=float(after) if after.isdigit() else None)
-    if status == 400 and ("maximum context length" in text or "max_model_len" in text):
+    if status == 400 and _is_overflow(text):
         raise ContextOverflowError(message)
     raise PolicyError(message)
+
+
+def _is_overflow(text: str) -> bool:
+    return any(words in text for words in ("maximum context length", "maximum model length", "max_model_len"))
 
 
 def _words(text: str) -> str:

@@ -135,16 +135,18 @@ def _serve(control: socket.socket, function: Any, setup: dict[str, Any], statm_f
     taken, take = os.pipe()
     gc.collect()
     gc.freeze()  # children share these pages as long as nobody touches them
-    waiting = _fork_ahead(control, function, setup, belt, take)
+    waiting = _fork_ahead(control, function, setup, belt, (taken, take))
     while True:
         if os.read(taken, 1) != _TAKEN:
             os._exit(0)  # the parent has closed the control socket
-        running, waiting = waiting, _fork_ahead(control, function, setup, belt, take)
+        running, waiting = waiting, _fork_ahead(control, function, setup, belt, (taken, take))
         _, status = os.waitpid(running, 0)
         control.sendall(struct.pack("<i", status))
 
 
-def _fork_ahead(control: socket.socket, function: Any, setup: dict[str, Any], belt: Any, take: int) -> int:
+def _fork_ahead(
+    control: socket.socket, function: Any, setup: dict[str, Any], belt: Any, pipe: tuple[int, int]
+) -> int:
     """A process that locks itself in, waits for one call, answers it and ends."""
     child = os.fork()
     if child:
@@ -162,8 +164,10 @@ def _fork_ahead(control: socket.socket, function: Any, setup: dict[str, Any], be
         # Touches what every answer needs, while nobody waits for it.
         decode(encode({"results": [EvaluateResult(score=0.0).model_dump(mode="json")]}))
         message, fds, _, _ = socket.recv_fds(control, 1, 1)
-        os.write(take, _TAKEN if message and fds else _CLOSED)
-        os.close(take)
+        os.write(pipe[1], _TAKEN if message and fds else _CLOSED)
+        # Nothing is left open but this call's own connection.
+        os.close(pipe[0])
+        os.close(pipe[1])
         control.close()
         if fds:
             _send_all(fds[0], _run_call(function, encode, decode, fds[0], setup))
