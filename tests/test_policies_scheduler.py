@@ -147,6 +147,20 @@ async def test_requests_wait_when_cache_memory_is_full(schedule: Any) -> None:
     await policy.close()
 
 
+async def test_a_stream_that_outgrows_memory_beside_itself_is_computed_again() -> None:
+    # 1 MiB holds 2,688 tokens, the largest range 2,048: a slot of 1,024 in it stands in the way of one of 2,048.
+    network = make_qwen3(max_position_embeddings=8192)
+    policy = LocalPolicy(network, make_tokenizer(), kv_budget_mb=1)
+    prompt = random_ids(1, 600)
+    for turn in range(2):
+        request = make_request(prompt, seed=(0, 0, turn), deadline_s=30.0)
+        answer = await policy.complete(request)
+        expected = teacher_forced(network, prompt, answer, request.sampling)
+        np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
+        prompt = [*prompt, *answer.completion_ids.tolist(), *random_ids(2, 500)]
+    await policy.close()
+
+
 def memorise(text: str) -> Any:
     """A tiny model that has learnt one sentence by heart."""
     tokenizer, network = make_tokenizer(), make_qwen3()

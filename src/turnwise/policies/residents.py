@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as Many
 
@@ -9,6 +10,8 @@ from turnwise.errors import PolicyError
 from turnwise.policies.prefixes import MIN_SHARED_TOKENS, Tokens, common_prefix
 from turnwise.policies.sequences import Sequence
 from turnwise.policies.slots import Slot, SlotStore
+
+log = logging.getLogger(__name__)
 
 
 class Stream:
@@ -29,6 +32,7 @@ class Residents:
         self._image_token_id = image_token_id
         self._streams: dict[str, Stream] = {}
         self._left_behind: list[Slot] = []
+        self._has_warned = False
 
     def join(self, sequence: Sequence) -> None:
         """A stream asks for a completion."""
@@ -95,15 +99,26 @@ class Residents:
         now = time.monotonic()
         idle = [s for s in self._streams.values() if s.sequence is None and now - s.last_used >= idle_s]
         queued = [self._streams[other.request.stream_id] for other in reversed(waiting)]
-        for victim in [*sorted(idle, key=lambda stream: stream.last_used), *queued]:
-            self.settle()
+        own = self._streams[sequence.request.stream_id]
+        for victim in [*sorted(idle, key=lambda stream: stream.last_used), *queued, own]:
+            if victim.slot is None:
+                continue
+            self._evict(victim)
             if self.place(sequence):
                 return True
-            if victim.slot is not None:
-                self._store.give_back(victim.slot)
-                victim.slot = None
-        self.settle()
-        return self.place(sequence)
+        return False
+
+    def _evict(self, stream: Stream) -> None:
+        if not self._has_warned:
+            log.warning(
+                "cache memory is full: streams lose their caches and compute them again; raise kv_budget_mb (now %d tokens) "
+                "or run fewer episodes at once",
+                self._store.memory.num_tokens,
+            )
+            self._has_warned = True
+        assert stream.slot is not None
+        self._store.give_back(stream.slot)
+        stream.slot = None
 
     def best_source(self, sequence: Sequence) -> tuple[Slot, int] | None:
         """A slot of the same group that holds the longest beginning of this prompt."""

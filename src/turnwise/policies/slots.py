@@ -121,10 +121,14 @@ class SlotStore:
         With memory to spare it is larger, so that later turns need not move; memory that nothing was written to costs nothing.
         """
         size = TokenMemory.slot_size(num_tokens)
+        sizes = [size]
         if self.memory.num_free - _HEADROOM * size > self.memory.num_tokens // 2:
-            size *= _HEADROOM
-        start = self.memory.take(size)
-        return None if start is None else Slot(start, size)
+            sizes.insert(0, _HEADROOM * size)
+        for wanted in sizes:
+            start = self.memory.take(wanted)
+            if start is not None:
+                return Slot(start, wanted)
+        return None
 
     def give_back(self, slot: Slot) -> None:
         self.memory.give_back(slot.start, slot.num_tokens)
