@@ -21,7 +21,10 @@ def get_small_scale_config() -> Config:
     """A run of minutes on a laptop CPU: the tiny model learns FrozenLake."""
     return Config.from_dict(
         {
-            "environment": {"name": "frozenlake", "params": {"progress_reward": 0.1, "hole_reward": -0.5}},
+            "environment": {
+                "name": "frozenlake",
+                "params": {"ice": 0.85, "progress_reward": 0.1, "hole_reward": -0.5},
+            },
             "rollout": {"tasks_per_step": 16, "group_size": 8, "max_turns": 10, "max_new_tokens": 32},
             "credit": {"estimator": "rloo"},
             # Episodes that fail are longer: counted by token, they would push down what every answer has in common.
