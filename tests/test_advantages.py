@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise import advantages as adv
@@ -268,6 +268,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(EPISODES, OPTIONS, st.randoms(use_true_random=False))
 def test_the_order_of_episodes_does_not_matter(episodes: Any, options: Any, random: Any) -> None:
     groups, names, states, rewards = to_columns(episodes)
@@ -283,6 +284,7 @@ def test_the_order_of_episodes_does_not_matter(episodes: Any, options: Any, rand
     np.testing.assert_allclose(shuffled.advantages, got[order], atol=1e-6, rtol=1e-6)
 
 
+@settings(deadline=None)
 @given(EPISODES, st.floats(-5, 5, allow_nan=False))
 def test_a_constant_added_to_all_scores_changes_nothing(episodes: Any, constant: float) -> None:
     groups = [f"g{group}" for group, _ in episodes]
@@ -296,6 +298,7 @@ def test_a_constant_added_to_all_scores_changes_nothing(episodes: Any, constant:
         np.testing.assert_allclose(estimate(scores + constant), estimate(scores), atol=1e-6)
 
 
+@settings(deadline=None)
 @given(EPISODES, OPTIONS)
 def test_groups_do_not_see_each_other(episodes: Any, options: Any) -> None:
     groups, names, states, rewards = to_columns(episodes)
@@ -311,6 +314,7 @@ def test_groups_do_not_see_each_other(episodes: Any, options: Any) -> None:
         assert scores[rows].tolist() == alone.tolist()
 
 
+@settings(deadline=None)
 @given(EPISODES)
 def test_group_means_are_zero(episodes: Any) -> None:
     groups = [f"g{group}" for group, _ in episodes]
@@ -324,6 +328,7 @@ def test_group_means_are_zero(episodes: Any) -> None:
             assert abs(sum(members)) < 1e-9
 
 
+@settings(deadline=None)
 @given(EPISODES, st.sampled_from([0.0, 0.3, 1.0]))
 def test_returns_follow_their_recursion(episodes: Any, gamma: float) -> None:
     _, names, _, rewards = to_columns(episodes)
@@ -333,6 +338,7 @@ def test_returns_follow_their_recursion(episodes: Any, gamma: float) -> None:
         assert got[row] == reward + (0.0 if is_last else gamma * got[row + 1])
 
 
+@settings(deadline=None)
 @given(st.lists(REWARDS, min_size=2, max_size=12))
 def test_rloo_equals_reward_minus_loo_baseline(rewards: list[float]) -> None:
     by_hand = adv.compute_advantages(rewards, adv.compute_loo_baseline(rewards), normalize=False)
