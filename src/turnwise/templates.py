@@ -25,7 +25,13 @@ def get_small_scale_config() -> Config:
                 "name": "frozenlake",
                 "params": {"ice": 0.85, "progress_reward": 0.1, "hole_reward": -0.5},
             },
-            "rollout": {"tasks_per_step": 16, "group_size": 8, "max_turns": 10, "max_new_tokens": 32},
+            "rollout": {
+                "tasks_per_step": 16,
+                "group_size": 8,
+                "max_turns": 10,
+                "max_new_tokens": 32,
+                "max_concurrent": 128,
+            },
             "credit": {"estimator": "rloo"},
             # Episodes that fail are longer: counted by token, they would push down what every answer has in common.
             "loss": {"name": "ppo", "aggregate": "episode", "kl_coefficient": 0.02},

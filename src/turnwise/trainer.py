@@ -22,7 +22,7 @@ from turnwise.evaluate import Evaluation, evaluate
 from turnwise.fingerprint import fingerprint
 from turnwise.learner import Learner
 from turnwise.masking import ActionTokenMasker, TokenBytes
-from turnwise.models.loading import load_model
+from turnwise.models.loading import choose_threads, load_model
 from turnwise.models.lora import adapt
 from turnwise.policies.local import LocalPolicy
 from turnwise.renderer import Renderer
@@ -125,6 +125,7 @@ def build_stages(config: Config) -> Stages:
     environment = build_environment(config.environment)
     rewards = build_rewards(config.rewards)
     model, sampler = load_model(config.model), load_model(config.model)
+    choose_threads(model.network)
     policy = LocalPolicy(
         adapt(sampler.network, config.model.lora, seed=config.training.seed),
         sampler.tokenizer,

@@ -14,6 +14,7 @@ from turnwise.config import ModelConfig
 from turnwise.errors import ModelError
 
 _SHIPPED = Path(__file__).parent / "data"
+_TINY = 5_000_000
 SHIPPED_NAMES = {"tiny": "tiny-text", "tiny-vision": "tiny-vision"}
 
 
@@ -81,6 +82,16 @@ def choose_device(device: str) -> str:
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def choose_threads(network: torch.nn.Module) -> None:
+    """One thread for tiny models on a CPU: their kernels are too small to be shared, and waiting for each other costs more.
+
+    Measured with the 0.4 M-parameter model on two cores: a rollout took 3.0 s with one thread, 7.7 s with two.
+    """
+    size = sum(parameter.numel() for parameter in network.parameters())
+    if size < _TINY and next(network.parameters()).device.type == "cpu":
+        torch.set_num_threads(1)
 
 
 def _load_tokenizer(folder: str, path: str) -> Any:
