@@ -657,3 +657,14 @@ def test_closing_twice_and_calling_after_is_harmless() -> None:
 
     with pytest.raises(RuntimeError):
         asyncio.run(evaluate())
+
+
+@pytest.mark.parametrize("found_here", probe.TIERS)
+def test_the_probe_does_not_depend_on_which_variables_are_set(found_here: str) -> None:
+    """bubblewrap gives its child a PWD of its own; the canary must not take that for a leak."""
+    code = f"from turnwise.rewards.sandbox import probe; print(probe.probe({found_here!r}).holds)"
+    environment = {"PWD": "/", "LC_CTYPE": "C.UTF-8", "PATH": os.environ["PATH"], "PYTHONPATH": str(SOURCE)}
+    shown = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.strip() == str(probe.probe(found_here).holds)

@@ -19,6 +19,7 @@ from turnwise.rewards.sandbox.client import Limits, RewardCode
 TIERS = (launch.BUBBLEWRAP, launch.LANDLOCK)
 """Strongest first."""
 
+_VARIABLE = "TURNWISE_CANARY"
 _CANARY = """
 import os, socket
 
@@ -102,14 +103,18 @@ def _attack(tier: str) -> Probe:
         keywords = {
             "secret": str(secret),
             "outside": str(Path(folder) / "outside"),
-            "variable": next((name for name in os.environ if not name.endswith("_THREADS")), "PATH"),
+            "variable": _VARIABLE,
         }
+        # A name that nothing else sets: bubblewrap itself gives its child a PWD.
+        os.environ[_VARIABLE] = "canary"
         try:
             evaluator = SandboxEvaluator(
                 code, keywords, tier=tier, limits=Limits(timeout_s=10, import_timeout_s=30), num_workers=1
             )
         except (SandboxError, RewardError, OSError) as error:
             return Probe(tier=tier, holds=False, reason=_first_words(tier) or str(error))
+        finally:
+            del os.environ[_VARIABLE]
         try:
             outcome = evaluator.call(Arguments(messages=[], keywords=keywords))
         finally:
