@@ -94,9 +94,12 @@ def _descends_from_us(pid: int) -> bool:
 
 
 def wait_until_gone(allowed: int = 0) -> list[int]:
-    deadline = time.monotonic() + 5
+    # Looking rarely: a process that is ending can be held up by somebody who keeps reading its /proc entries.
+    deadline = time.monotonic() + 30
+    pause_s = 0.02
     while len(sandbox_processes()) > allowed and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 2.0)
     left = sandbox_processes()
     return left if len(left) > allowed else []
 
