@@ -94,13 +94,12 @@ def _descends_from_us(pid: int) -> bool:
 
 
 def wait_until_gone(allowed: int = 0) -> list[int]:
-    # Looking rarely: a process that is ending can be held up by somebody who keeps reading its /proc entries.
+    """What is left when no more than `allowed` processes are, or after half a minute."""
     deadline = time.monotonic() + 30
-    pause_s = 0.02
-    while len(sandbox_processes()) > allowed and time.monotonic() < deadline:
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 2.0)
     left = sandbox_processes()
+    while len(left) > allowed and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left = sandbox_processes()
     return left if len(left) > allowed else []
 
 
