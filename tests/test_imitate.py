@@ -6,7 +6,6 @@ import torch
 
 from turnwise.environments.navigation import NavigationSpec
 from turnwise.environments.navigation.params import read_params
-from turnwise.environments.navigation.presets import SMALL_ROOMS
 from turnwise.fingerprint import fingerprint
 from turnwise.imitate import (
     ImitationOptions,
@@ -16,7 +15,6 @@ from turnwise.imitate import (
     lesson_loss,
     measure,
     play_lesson,
-    small_rooms_config,
     teach,
     to_patches,
     write_model_card,
@@ -28,6 +26,7 @@ from turnwise.models.tiny_vision import (
     make_tiny_vision,
 )
 from turnwise.renderer import Renderer
+from turnwise.templates import SMALL_ROOMS
 from turnwise.types import Image
 
 
@@ -104,8 +103,7 @@ def test_teaching_lowers_the_loss_and_repeats_for_a_seed(renderer: Renderer) -> 
 
 async def test_a_fresh_model_is_measured_and_described(tmp_path: Path) -> None:
     folder = make_tiny_vision(tmp_path / "model", seed=0)
-    config = small_rooms_config(str(folder), num_tasks=2).with_overrides(["rollout.max_turns=1"])
-    evaluation = await measure(config)
+    evaluation = await measure(str(folder), num_tasks=2)
     assert (evaluation.num_episodes, evaluation.num_failed) == (2, 0)
     report = ImitationReport(num_lessons=4, num_tokens=1000, losses=(2.0, 1.0), seconds=60.0)
     write_model_card(folder, ImitationOptions(), report, evaluation)

@@ -58,6 +58,7 @@ LEVEL = {
     "simulator": 6,
     "tally": 6,
     "teacher_forcing": 6,
+    "plots": 6,
     "view": 6,
     "worker": 6,
     "tracking": 7,

@@ -40,6 +40,14 @@ def test_only_the_chosen_classes_and_colours_are_used() -> None:
     assert scene.objects[0].name.split()[0] in ("red", "blue")
 
 
+def test_distinct_colours_name_a_piece_by_its_colour_alone() -> None:
+    options = SceneOptions(max_rooms=1, min_objects=5, max_objects=6, distinct_colors=True)
+    for seed in range(5):
+        colors = [item.color for item in make_scene("a", seed, options).objects]
+        assert len(colors) >= 3
+        assert len(colors) == len(set(colors))
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from turnwise import EpisodeSimulator, NavigationEnvironment
-from turnwise.environments.navigation.presets import SMALL_ROOMS
 from turnwise.models.tiny_vision import build_image_processor, build_network, build_tokenizer
+from turnwise.templates import SMALL_ROOMS
 from turnwise.types import MaskingMethod, StopReason
 
 

@@ -45,7 +45,7 @@ class ModelConfig(_Section):
 
 class EnvironmentConfig(_Section):
     name: str = "frozenlake"
-    """frozenlake, navigation, text, multilingual, mcp-lite, gym:ID, or module:Name of your own."""
+    """frozenlake, navigation, gym:ID, or `file.py:Name` or `module:Name` of your own."""
     params: dict[str, Any] = Field(default_factory=dict)  # each environment checks its own
     """Keyword arguments of the environment."""
     timeout_s: float = Field(60.0, gt=0)

@@ -18,11 +18,9 @@ import msgspec
 import numpy as np
 import torch
 
-from turnwise.config import Config
 from turnwise.environments.navigation import Expert, NavigationEnvironment, NavigationSpec
 from turnwise.environments.navigation.actions import Command
 from turnwise.environments.navigation.params import read_params
-from turnwise.environments.navigation.presets import SMALL_ROOMS
 from turnwise.evaluate import Evaluation, evaluate
 from turnwise.models.tiny_vision import (
     build_image_processor,
@@ -32,6 +30,7 @@ from turnwise.models.tiny_vision import (
 )
 from turnwise.renderer import Renderer
 from turnwise.streams import Conversation
+from turnwise.templates import SMALL_ROOMS, get_navigation_config
 from turnwise.trainer import build_stages
 from turnwise.types import Action, BoolArray, Completion, FinishReason, Image, IntArray
 
@@ -92,21 +91,11 @@ def make_warm_start(out: Path, options: ImitationOptions, watch: Watch) -> Imita
     )  # fmt: skip
 
 
-def small_rooms_config(model_path: str, *, num_tasks: int = 200, seed: int = 0) -> Config:
-    """The run that the tiny vision model is made for: its rooms, its short answers."""
-    return Config.from_dict(
-        {
-            "model": {"path": model_path},
-            "environment": {"name": "navigation", "params": SMALL_ROOMS},
-            "rollout": {"max_turns": SMALL_ROOMS["max_turns"], "max_new_tokens": 24, "min_action_tokens": 1},
-            "training": {"seed": seed},
-            "evaluation": {"num_tasks": num_tasks},
-        }
+async def measure(model_path: str, num_tasks: int = 200) -> Evaluation:
+    """How well a model folder acts greedily on held-out tasks in held-out rooms."""
+    config = get_navigation_config().with_overrides(
+        [f"model.path={model_path}", f"evaluation.num_tasks={num_tasks}"]
     )
-
-
-async def measure(config: Config) -> Evaluation:
-    """Act greedily on held-out tasks in held-out rooms."""
     stages = build_stages(config)
     try:
         return await evaluate(

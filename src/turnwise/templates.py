@@ -1,8 +1,33 @@
-"""Configs to start from: a run of seconds, of minutes, of days."""
+"""Configs to start from: a run of seconds, of minutes in text and in pictures, of days."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from turnwise.config import Config
+
+SMALL_ROOMS: dict[str, Any] = {
+    "generate": {
+        "num_train_scenes": 512,
+        "num_eval_scenes": 100,
+        "max_rooms": 1,
+        "min_room_m": 4.0,
+        "max_room_m": 5.0,
+        "min_objects": 3,
+        "max_objects": 5,
+        "classes": ["chair", "sofa", "table", "bed", "refrigerator", "bathtub", "shelf", "toilet"],
+        "colors": ["red", "yellow", "green", "blue", "purple", "white"],
+    },
+    "width": 96,
+    "height": 96,
+    "max_turns": 8,
+    "instructions": False,
+    "solvable_by": "sighted",
+    "success_radius_m": 0.75,
+    "min_distance_m": 1.0,
+    "max_cached_scenes": 612,
+}
+"""The navigation world that the model `tiny-vision` was made for: one furnished room, small frames, short texts."""
 
 
 def get_debug_config() -> Config:
@@ -49,6 +74,33 @@ def get_small_scale_config() -> Config:
     )
 
 
+def get_navigation_config() -> Config:
+    """A run of minutes on a laptop CPU: the tiny vision-language model learns to find furniture."""
+    return Config.from_dict(
+        {
+            "model": {"path": "tiny-vision"},
+            "environment": {"name": "navigation", "params": {**SMALL_ROOMS, "progress_reward": 0.5}},
+            "rollout": {
+                "tasks_per_step": 16,
+                "group_size": 8,
+                "max_turns": SMALL_ROOMS["max_turns"],
+                "max_new_tokens": 24,
+                "max_concurrent": 128,
+            },
+            "credit": {"estimator": "rloo"},
+            "loss": {"name": "ppo", "aggregate": "episode"},
+            "training": {
+                "num_steps": 60,
+                "learning_rate": 5e-4,
+                "schedule": "linear",
+                "num_minibatches": 4,
+            },
+            "evaluation": {"num_tasks": 200},
+            "storage": {"checkpoint_every": 20},
+        }
+    )
+
+
 def get_full_scale_config() -> Config:
     """A run of days on GPUs: Qwen3-VL learns to navigate, with an adapter and a reference."""
     return Config.from_dict(
@@ -71,4 +123,9 @@ def get_full_scale_config() -> Config:
     )  # fmt: skip
 
 
-TEMPLATES = {"debug": get_debug_config, "small": get_small_scale_config, "full": get_full_scale_config}
+TEMPLATES = {
+    "debug": get_debug_config,
+    "small": get_small_scale_config,
+    "navigation": get_navigation_config,
+    "full": get_full_scale_config,
+}

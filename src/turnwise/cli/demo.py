@@ -21,22 +21,33 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
-    task: Annotated[str, typer.Argument(help="frozenlake")] = "frozenlake",
+    task: Annotated[
+        str, typer.Argument(help="navigation (find furniture by camera) or frozenlake (text).")
+    ] = "navigation",
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/demo-<time> by default.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Model updates.")] = None,
+    num_tasks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Held-out tasks to measure on, before and after; 200 by default."),
+    ] = None,
+    estimator: Annotated[str, typer.Option(help="Who gets the credit: rloo or gigpo.")] = "rloo",
     seed: Annotated[int, typer.Option()] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """Train a tiny model on a CPU and show its success before and after, on tasks it never trained on."""
-    if task != "frozenlake":
-        raise ConfigError(f"demo {task!r} is unknown; try `turnwise demo frozenlake`")
+    if estimator not in ("rloo", "gigpo"):
+        raise ConfigError(f"--estimator {estimator!r} is not one of the demo's; choose rloo or gigpo")
     from turnwise.cli.progress import TrainingProgress
-    from turnwise.demo import frozenlake_config, run_demo
+    from turnwise.demo import DEMOS, demo_config, run_demo
 
-    config = frozenlake_config(num_steps=steps, seed=seed)
+    if task not in DEMOS:
+        raise ConfigError(f"demo {task!r} is unknown; choose one of {', '.join(DEMOS)}")
+    config = demo_config(task, num_steps=steps, num_tasks=num_tasks, seed=seed, estimator=estimator)
     folder = out or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     console.print(
-        f"A {config.model.path} language model learns {task} by reinforcement; the run goes to {folder}"
+        f"The model {config.model.path} learns {task} by reinforcement ({estimator}, seed {seed}): first "
+        f"{config.evaluation.num_tasks} held-out tasks, then {config.training.num_steps} updates, then the same tasks again. "
+        f"The run goes to {folder}"
     )
     with TrainingProgress(config.training.num_steps) as watch:
         result = asyncio.run(run_demo(config, folder, watch))
@@ -48,6 +59,7 @@ def demo(
                 "after": {"success": result.after.success, **result.after.figures()},
                 "seconds": round(result.seconds, 1),
                 "run": result.run,
+                "pictures": result.pictures,
             }
         )
 
@@ -55,8 +67,9 @@ def demo(
 def _print_table(result: DemoResult) -> None:
     from rich.table import Table
 
+    has_spl = "spl" in result.before.metrics
     table = Table(title=f"{result.before.num_episodes} tasks never trained on")
-    for heading in ("", "success", "95 % interval", "reward", "turns"):
+    for heading in ("", "success", "95 % interval", *(["SPL"] if has_spl else []), "reward", "turns"):
         table.add_column(heading, justify="right")
     for name, evaluation in (("before", result.before), ("after", result.after)):
         low, high = evaluation.intervals["success"]
@@ -65,10 +78,12 @@ def _print_table(result: DemoResult) -> None:
             name,
             f"{evaluation.success:.2f}",
             f"{low:.2f} – {high:.2f}",
+            *([f"{evaluation.metrics['spl']:.2f}"] if has_spl else []),
             reward,
             f"{evaluation.metrics['num_turns']:.1f}",
         )
     console.print(table)
+    console.print(f"{result.seconds:.0f} s. Pictures: {'   '.join(result.pictures)}")
     console.print(
-        f"{result.seconds:.0f} s. Look further: turnwise view {result.run}   turnwise verify {result.run}"
+        f"Look further: turnwise view {result.run}   turnwise verify {result.run}   turnwise credit {result.run}"
     )

@@ -1,9 +1,13 @@
-"""Environments by name: what ships with turnwise, Gymnasium ids, and `module:Name` of your own."""
+"""Environments by name: what ships with turnwise, Gymnasium ids, and `file.py:Name` or `module:Name` of your own."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from turnwise.config import EnvironmentConfig
@@ -25,8 +29,12 @@ def build_environment(config: EnvironmentConfig) -> EnvironmentSpec:
         return _call(config, lambda **params: build_gym(config.name.removeprefix("gym:"), **params))
     module_name, builder = _find_builder(config.name)
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+        module = (
+            _load_file(Path(module_name))
+            if module_name.endswith(".py")
+            else importlib.import_module(module_name)
+        )
+    except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ConfigError(f"environment {config.name!r}: cannot import {module_name}: {error}") from None
     if not hasattr(module, builder):
         raise ConfigError(f"environment {config.name!r}: module {module_name} has no {builder}")
@@ -39,9 +47,20 @@ def _find_builder(name: str) -> tuple[str, str]:
     module_name, separator, builder = name.partition(":")
     if not separator:
         raise ConfigError(
-            f"environment.name is {name!r}; known: {', '.join(_BUILDERS)}, gym:ID, or module:Name of your own"
+            f"environment.name is {name!r}; known: {', '.join(_BUILDERS)}, gym:ID, or file.py:Name or module:Name of your own"
         )
     return module_name, builder
+
+
+def _load_file(path: Path) -> ModuleType:
+    """A Python file as a module of its own name; it runs in this process, as the user's own code does."""
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve(strict=True))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _call(config: EnvironmentConfig, builder: Callable[..., EnvironmentSpec]) -> EnvironmentSpec:

@@ -195,6 +195,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return list(read_records(path)) if path.exists() else []
 
 
+def read_evaluations(folder: Path) -> list[dict[str, Any]]:
+    path = folder / EVALUATIONS
+    return list(read_records(path)) if path.exists() else []
+
+
 def read_scores(folder: Path, reward_name: str) -> dict[str, Score]:
     """One reward's scores by episode id; a later score replaces an earlier one."""
     path = folder / "scores" / f"{file_name(reward_name)}.jsonl"

@@ -43,6 +43,8 @@ class SceneOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_objects: int = 7
     classes: tuple[str, ...] = CLASSES
     colors: tuple[str, ...] = tuple(COLORS)
+    distinct_colors: bool = False
+    """No colour twice in a room, so that a colour alone tells a piece from the others."""
     tile_m: float = 0.5
     """Floor tiles; smaller ones make a finer mesh."""
     clearance_m: float = 0.55
@@ -134,7 +136,7 @@ def _furnish(room: Room, doors: list[Door], rng: np.random.Generator, options: S
     wanted = int(rng.integers(options.min_objects, options.max_objects + 1))
     placed: list[_Piece] = []
     taken = [door.keep_out(options.clearance_m) for door in doors]
-    names: set[tuple[str, str]] = set()
+    names: set[str] = set()
     for _ in range(wanted * 30):
         if len(placed) == wanted:
             break
@@ -144,9 +146,10 @@ def _furnish(room: Room, doors: list[Door], rng: np.random.Generator, options: S
         bounds = piece.bounds()
         inside = room.contains(bounds)
         gap = options.clearance_m
-        if (label, color) in names or not inside or any(_overlap(bounds, other, gap) for other in taken):
+        name = color if options.distinct_colors else f"{color} {label}"
+        if name in names or not inside or any(_overlap(bounds, other, gap) for other in taken):
             continue
-        names.add((label, color))
+        names.add(name)
         taken.append(bounds)
         placed.append(piece)
     return placed

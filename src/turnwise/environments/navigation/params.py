@@ -34,11 +34,13 @@ class GenerateParams(_Section):
     max_objects: int = 7
     classes: tuple[str, ...] = CLASSES
     colors: tuple[str, ...] = tuple(COLORS)
+    distinct_colors: bool = False
 
     def scene_options(self) -> SceneOptions:
         return SceneOptions(
             min_rooms=self.min_rooms, max_rooms=self.max_rooms, min_room_m=self.min_room_m, max_room_m=self.max_room_m,
             min_objects=self.min_objects, max_objects=self.max_objects, classes=self.classes, colors=self.colors,
+            distinct_colors=self.distinct_colors,
         )  # fmt: skip
 
 
