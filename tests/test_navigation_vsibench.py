@@ -18,15 +18,11 @@ from turnwise.environments.navigation.questions import (
 from turnwise.environments.navigation.vsibench import (
     QUESTION_TYPES,
     Question,
-    extract_letter,
-    is_official_match,
-    mean_relative_accuracy,
     read_questions,
-    score_answer,
-    summarize,
 )
 from turnwise.environments.navigation.world import World
 from turnwise.errors import SceneError
+from turnwise.rewards.vsibench import find_letter, score_answer
 from turnwise.types import Action
 
 ROW: dict[str, Any] = {
@@ -37,51 +33,21 @@ ROW: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("answer", "is_match"),
-    [("A", True), ("A.", True), ("a", True), ("A. Turn Left", True), ("(A)", False), ("The answer is A", False),
-     ("A\nbecause", False), ("B", False), ("", False)],
-)  # fmt: skip
-def test_the_official_rule_takes_the_first_word_only(answer: str, is_match: bool) -> None:
-    assert is_official_match(answer, "A") is is_match
-
-
-@pytest.mark.parametrize(
     ("answer", "letter"),
     [("A", "A"), ("b.", "B"), ("(C)", "C"), ("The answer is A", "A"), ("Answer: (D).", "D"), ("**B**", "B"),
      ("A\nbecause I turned", "A"), ("I would choose option C, since", "C"), ("A chair is on the left", None),
-     ("turn left, turn right", "B"), ("I think it must be B", "B"), ("", None), ("E", None), ("The answer is a chair", None), ("Banana", None)],
+     ("turn left, turn right", "B"), ("I think it must be B", "B"), ("", None), ("The answer is a chair", None), ("Banana", None)],
 )  # fmt: skip
 def test_a_letter_is_found_in_what_models_write(answer: str, letter: str | None) -> None:
-    assert extract_letter(answer, ("A. Turn Back, Turn Left", "B. Turn Left, Turn Right")) == letter
-
-
-@pytest.mark.parametrize(
-    ("predicted", "truth", "accuracy"),
-    [(10.0, 10.0, 1.0), (12.0, 10.0, 0.7), (8.0, 10.0, 0.7), (10.4, 10.0, 1.0), (10.6, 10.0, 0.9), (15.0, 10.0, 0.1),
-     (16.0, 10.0, 0.0), (0.0, 10.0, 0.0), (None, 10.0, 0.0), (1.0, 0.0, 0.0)],
-)  # fmt: skip
-def test_mean_relative_accuracy_by_hand(predicted: float | None, truth: float, accuracy: float) -> None:
-    # 12 against 10 is off by 0.2, which passes θ ≤ 0.8: seven of the ten thresholds.
-    assert mean_relative_accuracy(predicted, truth) == pytest.approx(accuracy)
+    assert find_letter(answer, ("A. Turn Back, Turn Left", "B. Turn Left, Turn Right")) == letter
 
 
 def test_both_rules_are_reported() -> None:
-    found = score_answer("The answer is B.", "route_planning", "B", ROW["options"])
+    found = score_answer("The answer is B.", "B", "route_planning", ROW["options"])
     assert (found.score, found.official) == (1.0, 0.0)
-    number = score_answer("about 1,200 cm", "object_size_estimation", "1000")
+    number = score_answer("about 1,200 cm", "1000", "object_size_estimation")
     assert (number.score, number.official) == (pytest.approx(0.7), 0.0)
-    assert score_answer("12", "object_counting", "10").official == pytest.approx(0.7)
-
-
-def test_overall_is_the_mean_of_the_tasks_with_direction_counted_once() -> None:
-    scores = [
-        ("object_rel_direction_easy", 1.0), ("object_rel_direction_medium", 0.5), ("object_rel_direction_hard", 0.0),
-        ("route_planning", 1.0), ("route_planning", 0.0), ("object_counting", 0.9),
-    ]  # fmt: skip
-    found = summarize(scores)
-    assert found["object_rel_direction"] == pytest.approx(0.5)
-    assert found["route_planning"] == 0.5
-    assert found["overall"] == pytest.approx((0.5 + 0.5 + 0.9) / 3)
+    assert score_answer("12", "10", "object_counting").official == pytest.approx(0.7)
 
 
 def rows_of_all_types() -> list[dict[str, Any]]:

@@ -16,12 +16,13 @@ from turnwise.environments.navigation.world import WorldCache
 from turnwise.evaluate import Evaluation
 from turnwise.plots import draw_run
 from turnwise.store.run import Run
-from turnwise.templates import get_navigation_config, get_small_scale_config
+from turnwise.templates import get_adapter_config, get_navigation_config, get_small_scale_config
 from turnwise.tracking import start_logging
 
 DEMOS: dict[str, Callable[[], Config]] = {
     "navigation": get_navigation_config,
     "frozenlake": get_small_scale_config,
+    "smollm2": get_adapter_config,
 }
 _FILMED_TASKS = 3
 

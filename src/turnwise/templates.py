@@ -101,6 +101,31 @@ def get_navigation_config() -> Config:
     )
 
 
+def get_adapter_config() -> Config:
+    """A run of minutes on a laptop CPU: SmolLM2, a pretrained model of 135 M parameters, learns small lakes by an adapter."""
+    return Config.from_dict(
+        {
+            "model": {"path": "smollm2", "lora": {"rank": 8, "alpha": 16}},
+            "environment": {
+                "name": "frozenlake",
+                "params": {"size": 3, "ice": 1.0, "min_distance": 1, "max_distance": 2},
+            },
+            # The grammar lets only moves through, so that learning is about which one.
+            "rollout": {
+                "tasks_per_step": 8,
+                "group_size": 6,
+                "max_turns": 3,
+                "max_new_tokens": 16,
+                "use_grammar": True,
+            },
+            "credit": {"estimator": "rloo"},
+            "loss": {"name": "ppo", "aggregate": "episode"},
+            "training": {"num_steps": 20, "learning_rate": 5e-4, "num_minibatches": 2},
+            "evaluation": {"num_tasks": 60},
+        }
+    )
+
+
 def get_full_scale_config() -> Config:
     """A run of days on GPUs: Qwen3-VL learns to navigate, with an adapter and a reference."""
     return Config.from_dict(
@@ -127,5 +152,6 @@ TEMPLATES = {
     "debug": get_debug_config,
     "small": get_small_scale_config,
     "navigation": get_navigation_config,
+    "adapter": get_adapter_config,
     "full": get_full_scale_config,
 }

@@ -22,7 +22,10 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     task: Annotated[
-        str, typer.Argument(help="navigation (find furniture by camera) or frozenlake (text).")
+        str,
+        typer.Argument(
+            help="navigation (find furniture by camera), frozenlake (text), smollm2 (text, adapter)."
+        ),
     ] = "navigation",
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/demo-<time> by default.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Model updates.")] = None,

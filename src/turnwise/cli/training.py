@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def init(
-    template: Annotated[str, typer.Option(help="debug, small, navigation or full.")] = "small",
+    template: Annotated[str, typer.Option(help="debug, small, navigation, adapter or full.")] = "small",
     out: Annotated[Path | None, typer.Option(help="Where to write it (.yaml or .json).")] = None,
     stdout: Annotated[bool, typer.Option("--stdout", help="Print it instead.")] = False,
 ) -> None:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+import msgspec
+
 from turnwise.errors import RewardError
 
 DIRECTIONS = ("object_rel_direction_easy", "object_rel_direction_medium", "object_rel_direction_hard")
@@ -16,28 +18,46 @@ NUMBERS = ("object_counting", "object_abs_distance", "object_size_estimation", "
 # 1 - θ for θ = 0.50, 0.55 … 0.95, as exact decimals.
 _TOLERANCES = tuple((50 - 5 * i) / 100 for i in range(10))
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-_DECLARED_LETTER = re.compile(r"(?:answer|option|choice)\s*(?:is|:)?\s*\(?([A-H])\b", re.IGNORECASE)
-_LEADING_LETTER = re.compile(r"^\W*([A-Ha-h])(?:\s*$|\s*[.):,*\]\n]|\s+(?=[A-Z0-9]))")
-_LONE_LETTER = re.compile(r"(?<![A-Za-z'])([A-H])(?![A-Za-z'])")
+# Inside a sentence only a capital counts, and an A before a word is an article.
+_DECLARED_LETTER = re.compile(
+    r"(?i:answer|option|choice)\s*(?i:is)?\s*[:=]?\s*\(?(A(?! +[a-z])|[B-H])\b(?!')"
+)
+_LEADING_LETTER = re.compile(r"^\W*([A-Ha-h])(?:\s*$|\s*[.):,\]\n])")
+_LONE_LETTER = re.compile(r"(?<![A-Za-z'])(A(?!\s+[a-z])|[B-H])(?![A-Za-z'])")
+
+
+class AnswerScore(msgspec.Struct, frozen=True, kw_only=True):
+    """Two opinions of one answer: with the letter or number looked for in the text, and by the benchmark's own rule."""
+
+    score: float
+    official: float
 
 
 def is_official_match(answer: str, letter: str) -> bool:
-    """The benchmark's own rule: the first word, without a full stop, is the letter."""
-    return answer.split(" ")[0].rstrip(".").strip().lower() == letter.strip().lower()
+    """The benchmark's own rule: the first word, without a full stop, is the letter.
 
-
-def find_letter(answer: str) -> str | None:
-    """The option an answer chooses: "(A)", "A. Turn left", "The answer is A"; None when it does not say.
-
-    A declared letter wins over a leading one, the last declaration over earlier ones; several lone letters say nothing.
+    "A." and "B. Turn Left" pass; "(A)" and "The answer is A" do not.
     """
-    declared = _DECLARED_LETTER.findall(answer)
+    return _first_word(answer).lower() == letter.strip().lower()
+
+
+def find_letter(answer: str, options: Sequence[str] = ()) -> str | None:
+    """The option an answer chooses: "(A)", "A. Turn left", "The answer is A", or an option's own words; None when it does not say.
+
+    The last declared letter wins over a leading one, that over an option's words; several lone letters say nothing.
+    """
+    text = answer.strip().replace("*", "").replace("`", "")
+    declared = _DECLARED_LETTER.findall(text)
     if declared:
-        return str(declared[-1]).upper()
-    leading = _LEADING_LETTER.match(answer)
+        return str(declared[-1])
+    leading = _LEADING_LETTER.match(text)
     if leading:
         return leading[1].upper()
-    lone = set(_LONE_LETTER.findall(answer)) - {"A"} or set(_LONE_LETTER.findall(answer))
+    words = {option.strip()[:1].upper(): option.partition(".")[2].strip().lower() for option in options}
+    named = [letter for letter, body in words.items() if body and body in text.lower()]
+    if len(named) == 1:
+        return named[0]
+    lone = set(_LONE_LETTER.findall(text))
     return lone.pop() if len(lone) == 1 else None
 
 
@@ -50,9 +70,13 @@ def find_number(answer: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def multiple_choice_accuracy(answer: str, letter: str) -> float:
-    """1 when the answer chooses `letter`."""
-    return float(find_letter(answer) == letter.strip().upper())
+def as_number(text: str) -> float | None:
+    """The number that a text is; None when it is anything else."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def mean_relative_accuracy(value: float | None, target: float) -> float:
@@ -70,21 +94,37 @@ def mean_relative_accuracy(value: float | None, target: float) -> float:
     return sum(error <= tolerance for tolerance in _TOLERANCES) / len(_TOLERANCES)
 
 
-def score_answer(answer: str, ground_truth: str, question_type: str) -> float:
-    """MCA or MRA, whichever the kind of question asks for."""
+def score_answer(
+    answer: str, ground_truth: str, question_type: str, options: Sequence[str] = ()
+) -> AnswerScore:
+    """0 to 1: accuracy for choices (MCA), mean relative accuracy for numbers (MRA)."""
     if question_type in CHOICES:
-        return multiple_choice_accuracy(answer, ground_truth)
+        return AnswerScore(
+            score=float(find_letter(answer, options) == ground_truth.strip().upper()),
+            official=float(is_official_match(answer, ground_truth)),
+        )
     if question_type in NUMBERS:
-        return mean_relative_accuracy(find_number(answer), float(ground_truth))
+        truth = float(ground_truth)
+        return AnswerScore(
+            score=mean_relative_accuracy(find_number(answer), truth),
+            official=mean_relative_accuracy(as_number(_first_word(answer)), truth),
+        )
     known = ", ".join((*CHOICES, *NUMBERS))
     raise RewardError(f"VSI-Bench has no question type {question_type!r}; it has: {known}")
 
 
-def overall_score(scores: Mapping[str, Sequence[float]]) -> float:
-    """The benchmark's headline: the unweighted mean of the tasks, the three direction levels counting as one."""
-    tasks = {name: fmean(values) for name, values in scores.items() if values}
-    directions = [tasks.pop(name) for name in DIRECTIONS if name in tasks]
-    means = [*tasks.values(), *([fmean(directions)] if directions else [])]
+def summarize(scores: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Mean per question type, and `overall`: the unweighted mean of the tasks, the three direction levels counting as one."""
+    means = {name: fmean(values) for name, values in sorted(scores.items()) if values}
     if not means:
         raise RewardError("there is no VSI-Bench score to average; give at least one question type")
-    return fmean(means)
+    tasks = [mean for name, mean in means.items() if name not in DIRECTIONS]
+    directions = [means[name] for name in DIRECTIONS if name in means]
+    if directions:
+        means["object_rel_direction"] = fmean(directions)
+        tasks.append(means["object_rel_direction"])
+    return {**means, "overall": fmean(tasks)}
+
+
+def _first_word(text: str) -> str:
+    return text.split(" ")[0].rstrip(".").strip()

@@ -18,9 +18,9 @@ from turnwise.environments.navigation.render import Frame
 from turnwise.environments.navigation.scenes import Pose, SceneObject
 from turnwise.environments.navigation.sources import open_source
 from turnwise.environments.navigation.tasks import goal_task, object_goals
-from turnwise.environments.navigation.vsibench import score_answer
 from turnwise.environments.navigation.world import World, WorldCache
 from turnwise.errors import EnvironmentFailure, SceneError
+from turnwise.rewards.vsibench import score_answer
 from turnwise.types import Action, Image, Json, Message, Observation, Role, Task, Transition
 
 
@@ -269,9 +269,9 @@ class NavigationEnvironment:
                 data = self._task.data
                 found = score_answer(
                     command.answer,
-                    str(data["question_type"]),
                     str(self._task.ground_truth["answer"]),
-                    data["options"],
+                    str(data["question_type"]),
+                    data["options"] or (),
                 )
                 state.answer_score, state.official_score = found.score, found.official
                 state.is_success = found.score == 1.0

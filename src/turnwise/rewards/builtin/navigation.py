@@ -8,7 +8,7 @@ from turnwise.errors import RewardError
 from turnwise.rewards.builtin.json_validity import find_objects
 from turnwise.rewards.builtin.matching import final_answer
 from turnwise.rewards.interface import EvaluateResult, StepOutput, as_metrics, reward_function
-from turnwise.rewards.vsibench import is_official_match, score_answer
+from turnwise.rewards.vsibench import score_answer
 from turnwise.types import Json
 
 _DISTANCE = "distance_to_goal"
@@ -87,11 +87,11 @@ def vsibench_reward(
     said = [str(found["answer"]) for found in find_objects(answer) if found.get("answer") is not None]
     answer = said[-1] if said else answer
     try:
-        score = score_answer(answer, str(truth), str(kind))
+        found = score_answer(answer, str(truth), str(kind))
     except RewardError as error:
         return EvaluateResult(error=str(error))
     return EvaluateResult(
-        score=score,
-        metrics=as_metrics({"official": float(is_official_match(answer, str(truth)))}),
+        score=found.score,
+        metrics=as_metrics({"official": found.official}),
         reason=f"said {answer[:80]!r}",
     )
