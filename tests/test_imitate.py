@@ -5,12 +5,14 @@ import pytest
 import torch
 
 from turnwise.environments.navigation import NavigationSpec
+from turnwise.environments.navigation.actions import Command
 from turnwise.environments.navigation.params import read_params
 from turnwise.fingerprint import fingerprint
 from turnwise.imitate import (
     ImitationOptions,
     ImitationReport,
     Lesson,
+    _part_of_stride,
     collect_lessons,
     lesson_loss,
     measure,
@@ -41,7 +43,9 @@ def renderer() -> Renderer:
 
 def lesson(renderer: Renderer, noise: float, seed: int = 0) -> Lesson:
     spec = NavigationSpec(read_params(SMALL_ROOMS))
-    return play_lesson(spec, spec.make(), 3, renderer, noise, np.random.default_rng(seed))
+    return play_lesson(
+        spec, spec.make(), 3, renderer, ImitationOptions(noise=noise), np.random.default_rng(seed)
+    )
 
 
 def learned_text(renderer: Renderer, found: Lesson) -> str:
@@ -110,3 +114,11 @@ async def test_a_fresh_model_is_measured_and_described(tmp_path: Path) -> None:
     text = (folder / "README.md").read_text()
     assert "--seed 0" in text
     assert "2 held-out tasks" in text
+
+
+def test_the_teacher_walks_any_part_of_the_stride_and_always_turns_the_same_way() -> None:
+    rng = np.random.default_rng(0)
+    shown = {_part_of_stride(Command(rotation_degrees=30.0, forward_m=0.75), rng) for _ in range(60)}
+    assert shown == {Command(rotation_degrees=30.0, forward_m=metres) for metres in (0.25, 0.5, 0.75)}
+    look = Command(rotation_degrees=90.0)
+    assert _part_of_stride(look, rng) == look

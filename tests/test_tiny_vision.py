@@ -7,6 +7,7 @@ import transformers
 
 from turnwise.environments.navigation.actions import Command
 from turnwise.fingerprint import fingerprint
+from turnwise.models.patches import quicken_patches
 from turnwise.models.tiny_vision import build_network, build_tokenizer, make_tiny_vision
 from turnwise.renderer import Renderer
 from turnwise.streams import Conversation
@@ -72,3 +73,21 @@ def test_the_same_seed_builds_the_same_weights() -> None:
 
 def test_the_tokenizer_is_the_same_every_time() -> None:
     assert build_tokenizer().get_vocab() == build_tokenizer().get_vocab()
+
+
+def test_patches_as_a_product_equal_the_convolution_forwards_and_backwards() -> None:
+    network = build_network(build_tokenizer(), 0)
+    embed = network.model.visual.patch_embed
+    patches = torch.randn(7, 3 * 2 * 16 * 16, generator=torch.manual_seed(0))
+    expected = embed(patches)
+    expected.square().sum().backward()
+    gradient = embed.proj.weight.grad.clone()
+    embed.proj.weight.grad = None
+    names = set(network.state_dict())
+    quicken_patches(network)
+    assert type(embed.proj) is not torch.nn.Conv3d
+    found = embed(patches)
+    found.square().sum().backward()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(embed.proj.weight.grad, gradient, atol=1e-3, rtol=1e-4)
+    assert set(network.state_dict()) == names

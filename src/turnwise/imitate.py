@@ -22,6 +22,7 @@ from turnwise.environments.navigation import Expert, NavigationEnvironment, Navi
 from turnwise.environments.navigation.actions import Command
 from turnwise.environments.navigation.params import read_params
 from turnwise.evaluate import Evaluation, evaluate
+from turnwise.models.patches import quicken_patches
 from turnwise.models.tiny_vision import (
     build_image_processor,
     build_network,
@@ -41,12 +42,14 @@ class ImitationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How the warm start is made."""
 
     seed: int = 0
-    num_lessons: int = 3000
+    num_lessons: int = 4000
     """Expert episodes."""
     noise: float = 0.25
     """Share of the actions that are replaced by random ones."""
+    any_stride: bool = True
+    """The teacher shows which way to go, and walks any part of the expert's stride: how far to go is left to be found out."""
     num_epochs: int = 5
-    batch_size: int = 32
+    batch_size: int = 8
     learning_rate: float = 2e-3
     num_threads: int = 2
 
@@ -80,6 +83,7 @@ def make_warm_start(out: Path, options: ImitationOptions, watch: Watch) -> Imita
     started = time.monotonic()
     tokenizer = build_tokenizer()
     network = build_network(tokenizer, options.seed)
+    quicken_patches(network)
     renderer = Renderer(tokenizer, image_processor=build_image_processor(), history="error")
     lessons = collect_lessons(renderer, options, watch)
     losses = teach(network, tokenizer, lessons, options, watch)
@@ -135,13 +139,13 @@ def collect_lessons(renderer: Renderer, options: ImitationOptions, watch: Watch)
     rng = np.random.default_rng(options.seed)
     lessons = []
     for index in range(options.num_lessons):
-        lessons.append(play_lesson(spec, env, index, renderer, options.noise, rng))
+        lessons.append(play_lesson(spec, env, index, renderer, options, rng))
         watch("expert episodes", index + 1, options.num_lessons)
     return lessons
 
 
 def play_lesson(
-    spec: NavigationSpec, env: NavigationEnvironment, index: int, renderer: Renderer, noise: float, rng: np.random.Generator
+    spec: NavigationSpec, env: NavigationEnvironment, index: int, renderer: Renderer, options: ImitationOptions, rng: np.random.Generator
 ) -> Lesson:  # fmt: skip
     """The expert plays one task with noise, in the tokens a rollout would have."""
     params = spec.params
@@ -152,8 +156,9 @@ def play_lesson(
     while True:
         conversation.observe(observation.messages)
         turn = expert.act(env.situation())
-        is_noisy = bool(rng.random() < noise)
-        command = _random_command(rng) if is_noisy else turn.command
+        is_noisy = bool(rng.random() < options.noise)
+        shown = _part_of_stride(turn.command, rng) if options.any_stride else turn.command
+        command = _random_command(rng) if is_noisy else shown
         said = _encode(renderer, f"{turn.reasoning} ")
         # The reasoning is the expert's either way; a random action is shown but not learned.
         ids = _encode(renderer, f"{turn.reasoning} {json.dumps(command.as_value())}")
@@ -185,6 +190,14 @@ def _random_command(rng: np.random.Generator) -> Command:
     )
 
 
+def _part_of_stride(command: Command, rng: np.random.Generator, step_m: float = 0.25) -> Command:
+    """The same turn, and 0.25 m, 0.5 m … or all of the way ahead."""
+    num_steps = round(command.forward_m / step_m)
+    if num_steps < 1:
+        return command
+    return msgspec.structs.replace(command, forward_m=step_m * int(rng.integers(1, num_steps + 1)))
+
+
 def _given(ids: IntArray, renderer: Renderer) -> Completion:
     return Completion(
         completion_ids=ids, logprobs=np.zeros(len(ids), dtype=np.float32), text=renderer.tokenizer.decode(ids),
@@ -207,7 +220,7 @@ def teach(
     steps_per_epoch = -(-len(lessons) // options.batch_size)
     num_steps = steps_per_epoch * options.num_epochs
     optimizer = torch.optim.AdamW(
-        network.parameters(), lr=options.learning_rate, weight_decay=0.01, betas=(0.9, 0.98)
+        network.parameters(), lr=options.learning_rate, weight_decay=0.01, betas=(0.9, 0.98), fused=True
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=options.learning_rate, total_steps=num_steps, pct_start=0.1

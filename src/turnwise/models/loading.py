@@ -12,6 +12,7 @@ import transformers
 
 from turnwise.config import ModelConfig
 from turnwise.errors import ModelError
+from turnwise.models.patches import quicken_patches
 
 _SHIPPED = Path(__file__).parent / "data"
 _TINY = 5_000_000
@@ -51,6 +52,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
             "they do not belong together"
         )
     network.to(choose_device(config.device)).eval()
+    quicken_patches(network)
     image_processor = _load_image_processor(folder, config.path) if has_vision else None
     return LoadedModel(network=network, tokenizer=tokenizer, image_processor=image_processor)
 
