@@ -110,7 +110,7 @@ async def test_a_fresh_model_is_measured_and_described(tmp_path: Path) -> None:
     evaluation = await measure(str(folder), num_tasks=2)
     assert (evaluation.num_episodes, evaluation.num_failed) == (2, 0)
     report = ImitationReport(num_lessons=4, num_tokens=1000, losses=(2.0, 1.0), seconds=60.0)
-    write_model_card(folder, ImitationOptions(), report, evaluation)
+    write_model_card(folder, ImitationOptions(), report, evaluation, evaluation)
     text = (folder / "README.md").read_text()
     assert "--seed 0" in text
     assert "2 held-out tasks" in text
