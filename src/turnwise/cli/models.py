@@ -65,9 +65,9 @@ def _imitate(out: Path, seed: int, lessons: int | None) -> None:
     with WorkProgress() as watch:
         report = make_warm_start(out, options, watch)
     console.print("measuring it on 200 held-out tasks")
-    evaluation = asyncio.run(measure(str(out)))
-    write_model_card(out, options, report, evaluation)
-    low, high = evaluation.intervals["success"]
+    greedy, sampled = (asyncio.run(measure(str(out), temperature=heat)) for heat in (0.0, 1.0))
+    write_model_card(out, options, report, greedy, sampled)
+    low, high = greedy.intervals["success"]
     console.print(
-        f"success {evaluation.success:.2f} ({low:.2f} – {high:.2f}), {report.seconds:.0f} s of teaching"
+        f"success {greedy.success:.2f} ({low:.2f} – {high:.2f}), {report.seconds:.0f} s of teaching"
     )
