@@ -25,6 +25,8 @@ def test_a_demonstration_takes_another_length_seed_and_estimator() -> None:
     config = demo_config("navigation", num_steps=3, num_tasks=5, seed=7, estimator="gigpo")
     assert (config.training.num_steps, config.training.seed) == (3, 7)
     assert (config.evaluation.num_tasks, config.credit.estimator) == (5, "gigpo")
+    assert config.credit.gamma == DEMOS["navigation"]().credit.gamma
+    assert demo_config("navigation", estimator="rloo").credit.estimator == "rloo"
     assert set(DEMOS) == {"navigation", "frozenlake", "smollm2"}
 
 

@@ -43,14 +43,16 @@ def demo_config(
     num_steps: int | None = None,
     num_tasks: int | None = None,
     seed: int = 0,
-    estimator: str = "rloo",
+    estimator: str | None = None,
 ) -> Config:
     """A demonstration's config, with another length, seed or estimator."""
+    config = DEMOS[name]()
     changes = {"training.num_steps": num_steps, "evaluation.num_tasks": num_tasks}
     overrides = [f"{field}={value}" for field, value in changes.items() if value is not None]
-    return DEMOS[name]().with_overrides(
-        [f"training.seed={seed}", f"credit.estimator={estimator}", *overrides]
-    )
+    if estimator not in (None, config.credit.estimator):
+        # The whole section: the knobs of one estimator are not those of another.
+        overrides.append(f"credit={{estimator: {estimator}}}")
+    return config.with_overrides([f"training.seed={seed}", *overrides])
 
 
 async def run_demo(config: Config, folder: Path, watch: trainer.Watch) -> DemoResult:

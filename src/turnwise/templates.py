@@ -87,14 +87,19 @@ def get_navigation_config() -> Config:
                 "max_turns": SMALL_ROOMS["max_turns"],
                 "max_new_tokens": 24,
                 "max_concurrent": 128,
+                # Only actions of the right form come through, so that learning is about what to do.
+                "use_grammar": True,
             },
-            "credit": {"estimator": "rloo"},
-            "loss": {"name": "ppo", "aggregate": "episode"},
+            "credit": {"estimator": "gigpo", "gamma": 0.8},
+            # The words decide the action: a goal that is not seen is looked for. So they are trained too.
+            "loss": {"name": "ppo", "tokens": "completion", "aggregate": "episode", "kl_coefficient": 0.02},
             "training": {
-                "num_steps": 60,
+                "num_steps": 40,
                 "learning_rate": 5e-4,
+                "warmup_steps": 3,
                 "schedule": "linear",
                 "num_minibatches": 4,
+                "max_grad_norm": 0.2,
             },
             "evaluation": {"num_tasks": 200},
             "storage": {"checkpoint_every": 20},

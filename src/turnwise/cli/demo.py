@@ -33,12 +33,14 @@ def demo(
         int | None,
         typer.Option(min=1, help="Held-out tasks to measure on, before and after; 200 by default."),
     ] = None,
-    estimator: Annotated[str, typer.Option(help="Who gets the credit: rloo or gigpo.")] = "rloo",
+    estimator: Annotated[
+        str | None, typer.Option(help="Who gets the credit: rloo or gigpo; the demo's own by default.")
+    ] = None,
     seed: Annotated[int, typer.Option()] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """Train a tiny model on a CPU and show its success before and after, on tasks it never trained on."""
-    if estimator not in ("rloo", "gigpo"):
+    if estimator not in (None, "rloo", "gigpo"):
         raise ConfigError(f"--estimator {estimator!r} is not one of the demo's; choose rloo or gigpo")
     from turnwise.cli.progress import TrainingProgress
     from turnwise.demo import DEMOS, demo_config, run_demo
@@ -48,7 +50,7 @@ def demo(
     config = demo_config(task, num_steps=steps, num_tasks=num_tasks, seed=seed, estimator=estimator)
     folder = out or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     console.print(
-        f"The model {config.model.path} learns {task} by reinforcement ({estimator}, seed {seed}): first "
+        f"The model {config.model.path} learns {task} by reinforcement ({config.credit.estimator}, seed {seed}): first "
         f"{config.evaluation.num_tasks} held-out tasks, then {config.training.num_steps} updates, then the same tasks again. "
         f"The run goes to {folder}"
     )
