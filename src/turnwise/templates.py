@@ -94,7 +94,7 @@ def get_navigation_config() -> Config:
             # The words decide the action: a goal that is not seen is looked for. So they are trained too.
             "loss": {"name": "ppo", "tokens": "completion", "aggregate": "episode", "kl_coefficient": 0.02},
             "training": {
-                "num_steps": 40,
+                "num_steps": 32,
                 "learning_rate": 5e-4,
                 "warmup_steps": 3,
                 "schedule": "linear",
