@@ -18,7 +18,9 @@ _HOMES = {
     "turnwise.collector": ("EpisodeBatchCollector",),
     "turnwise.batch": ("EpisodeBatch", "prepare_batch", "train_epoch", "train_step"),
     "turnwise.config": ("Config",),
-    "turnwise.templates": ("get_debug_config", "get_full_scale_config", "get_small_scale_config"),
+    "turnwise.templates": (
+        "get_adapter_config", "get_debug_config", "get_full_scale_config", "get_navigation_config", "get_small_scale_config",
+    ),
     "turnwise.credit": ("assign_advantages",),
     "turnwise.environment": ("Environment",),
     "turnwise.environments.navigation": ("NavigationEnvironment",),
@@ -39,7 +41,7 @@ _HOMES = {
     "turnwise.rewards.align": ("align_rewards",),
     "turnwise.rewards.steps": ("StepData",),
     "turnwise.types": (
-        "Action", "Completion", "Episode", "Group", "Image", "Message", "Observation", "SamplingParams", "Task",
+        "Action", "Completion", "Episode", "Group", "Image", "Message", "Observation", "Role", "SamplingParams", "Task",
         "TokenStream", "Transition", "Turn",
     ),
     "turnwise.worker": ("AgentPolicy", "RLRolloutWorker", "TaskDefinition"),

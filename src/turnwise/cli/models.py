@@ -27,12 +27,16 @@ def make_tiny(
         bool,
         typer.Option(
             "--imitate",
-            help="With --vision: also teach it to copy the expert, about ten minutes on two cores.",
+            help="With --vision: also teach it to copy the expert, about fifteen minutes on two cores.",
         ),
     ] = False,
     lessons: Annotated[
         int | None, typer.Option(min=1, help="With --imitate: how many expert episodes; fewer are quicker.")
     ] = None,
+    num_tasks: Annotated[
+        int,
+        typer.Option(min=1, help="With --imitate: held-out tasks that the model card's figures are from."),
+    ] = 200,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Build a tiny model from nothing: tokenizer, network, format of the actions."""
@@ -43,7 +47,7 @@ def make_tiny(
     if lessons is not None and not imitate:
         raise ConfigError(f"--lessons {lessons} is only read with --imitate; add it or remove --lessons")
     if imitate:
-        _imitate(out, seed, lessons)
+        _imitate(out, seed, lessons, num_tasks)
     elif vision:
         from turnwise.models.tiny_vision import make_tiny_vision
 
@@ -55,7 +59,7 @@ def make_tiny(
     console.print(f"wrote {out}; use it with model.path={out}")
 
 
-def _imitate(out: Path, seed: int, lessons: int | None) -> None:
+def _imitate(out: Path, seed: int, lessons: int | None, num_tasks: int) -> None:
     from turnwise.cli.progress import WorkProgress
     from turnwise.imitate import ImitationOptions, make_warm_start, measure, write_model_card
 
@@ -64,8 +68,8 @@ def _imitate(out: Path, seed: int, lessons: int | None) -> None:
         options = ImitationOptions(seed=seed, num_lessons=lessons)
     with WorkProgress() as watch:
         report = make_warm_start(out, options, watch)
-    console.print("measuring it on 200 held-out tasks")
-    greedy, sampled = (asyncio.run(measure(str(out), temperature=heat)) for heat in (0.0, 1.0))
+    console.print(f"measuring it on {num_tasks} held-out tasks")
+    greedy, sampled = (asyncio.run(measure(str(out), num_tasks, heat)) for heat in (0.0, 1.0))
     write_model_card(out, options, report, greedy, sampled)
     low, high = greedy.intervals["success"]
     console.print(
