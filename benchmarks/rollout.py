@@ -233,8 +233,7 @@ def main() -> None:
     for name, case in cases.items():
         if options.only is None or options.only in name:
             results.append(case())
-            if not options.json:
-                print(results[-1])
+            print(json.dumps(results[-1]), file=sys.stderr if options.json else sys.stdout, flush=True)
     if options.json:
         print(json.dumps(results))
 
