@@ -21,6 +21,7 @@ from tests.engine_models import (
 from tests.test_policies_local import rescore
 
 from turnwise.errors import PolicyError
+from turnwise.policies import vision
 from turnwise.policies.local import LocalPolicy
 from turnwise.policies.prefixes import image_spans
 from turnwise.policies.vision import mrope_positions
@@ -140,3 +141,26 @@ async def test_a_missing_image_fails_its_own_stream_only(policy: LocalPolicy) ->
     assert isinstance(outcomes[1], PolicyError)
     assert "it needs 6" in str(outcomes[1])
     assert not isinstance(outcomes[2], BaseException)
+
+
+async def test_a_turn_processes_its_new_image_only_however_long_the_episode_is(
+    policy: LocalPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pixels of old images are let go of; their sizes are not, so nobody has to look at them again."""
+    monkeypatch.setattr(vision, "_MAX_PREPARED", 2)
+    processed: list[Image] = []
+    process = vision.ImageInputs._process
+
+    def count(self: vision.ImageInputs, image: Image) -> vision.PreparedImage:
+        processed.append(image)
+        return process(self, image)
+
+    monkeypatch.setattr(vision.ImageInputs, "_process", count)
+    ids: list[int] = random_ids(0, 5)
+    images: list[Image] = []
+    for turn in range(6):
+        images.append(make_image(turn))
+        ids += [*image_prompt(images[-1]), *random_ids(turn, 4)]
+        request = make_request(ids, images=tuple(images), seed=(0, 0, turn), max_new_tokens=3)
+        ids += (await policy.complete(request)).completion_ids.tolist()
+    assert processed == images

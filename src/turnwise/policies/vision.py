@@ -22,14 +22,18 @@ from turnwise.policy import Request
 from turnwise.types import Image, IntArray
 
 _Positions = npt.NDArray[np.int64]
+Grid = tuple[int, int, int]
+"""Frames, rows and columns of patches."""
+# Pixels are large, and needed again only by a stream that lost its cache; the sizes of old images are needed in every turn.
 _MAX_PREPARED = 1024
+_MAX_GRIDS = 2**17
 
 
 class PreparedImage(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """An image as the vision tower reads it."""
 
     pixel_values: torch.Tensor
-    grid_thw: tuple[int, int, int]
+    grid_thw: Grid
 
 
 class PreparedPrompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -39,11 +43,16 @@ class PreparedPrompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[3, T], of the whole stream."""
     next_position: int
     spans: list[tuple[int, int]]
-    images: list[PreparedImage]
+    images: tuple[Image, ...]
+    inputs: ImageInputs
 
     def images_from(self, start: int) -> list[PreparedImage]:
-        """The images whose placeholders begin at `start` or later."""
-        return [image for image, span in zip(self.images, self.spans, strict=True) if span[0] >= start]
+        """The images whose placeholders begin at `start` or later, as the vision tower reads them."""
+        return [
+            self.inputs.prepare_image(image)
+            for image, span in zip(self.images, self.spans, strict=True)
+            if span[0] >= start
+        ]
 
 
 class ImageInputs:
@@ -57,6 +66,7 @@ class ImageInputs:
         self._merge_size = int(config.vision_config.spatial_merge_size)
         self._processor = image_processor
         self._prepared: OrderedDict[str, Future[PreparedImage]] = OrderedDict()
+        self._grids: OrderedDict[str, Grid] = OrderedDict()
         self._lock = threading.Lock()
 
     def prepare(self, request: Request) -> PreparedPrompt:
@@ -66,13 +76,27 @@ class ImageInputs:
                 f"stream {request.stream_id} has {len(spans)} runs of image placeholders but {len(request.images)} images; "
                 "each image needs its own run"
             )
-        images = [self._prepare_image(image) for image in request.images]
         positions, next_position = mrope_positions(
-            request.prompt_ids, spans, [image.grid_thw for image in images], self._merge_size
+            request.prompt_ids, spans, [self._grid(image) for image in request.images], self._merge_size
         )
-        return PreparedPrompt(positions=positions, next_position=next_position, spans=spans, images=images)
+        return PreparedPrompt(
+            positions=positions, next_position=next_position, spans=spans, images=request.images, inputs=self
+        )
 
-    def _prepare_image(self, image: Image) -> PreparedImage:
+    def _grid(self, image: Image) -> Grid:
+        """How many patches an image has; it is processed when it is first seen, and not again for this."""
+        with self._lock:
+            known = self._grids.get(image.sha256)
+        if known is not None:
+            return known
+        grid = self.prepare_image(image).grid_thw
+        with self._lock:
+            self._grids[image.sha256] = grid
+            if len(self._grids) > _MAX_GRIDS:
+                self._grids.popitem(last=False)
+        return grid
+
+    def prepare_image(self, image: Image) -> PreparedImage:
         """Process the image, or wait for whoever does already."""
         with self._lock:
             future = self._prepared.get(image.sha256)
@@ -109,7 +133,7 @@ def pack_images(images: Many[PreparedImage], device: torch.device) -> dict[str, 
 
 
 def mrope_positions(
-    ids: IntArray, spans: Many[tuple[int, int]], grids: Many[tuple[int, int, int]], merge_size: int
+    ids: IntArray, spans: Many[tuple[int, int]], grids: Many[Grid], merge_size: int
 ) -> tuple[_Positions, int]:
     """Temporal, height and width positions [3, T] of a stream, and the position that comes next.
 
