@@ -69,7 +69,9 @@ class TrainingProgress(_LiveBar):
             done = step + 1 - self._first_step
             left = (time.monotonic() - self._started) / done * (self._num_steps - step - 1)
             console.print(
-                f"step {step + 1}/{self._num_steps}  {self._figures}  {left:.0f} s left", highlight=False
+                f"step {step + 1}/{self._num_steps}  {self._figures}  {left:.0f} s left",
+                highlight=False,
+                soft_wrap=True,
             )
 
 
@@ -101,7 +103,7 @@ class WorkProgress(_LiveBar):
         now = time.monotonic()
         if not console.is_terminal and (done == total or now - self._last_line > _SECONDS_BETWEEN_LINES):
             self._last_line = now
-            console.print(f"{what}: {done} of {total}", highlight=False)
+            console.print(f"{what}: {done} of {total}", highlight=False, soft_wrap=True)
 
 
 def describe_step(metrics: Mapping[str, float]) -> str:
