@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.learning_cases import make_episode, make_groups
 
-from turnwise.demo import DEMOS, demo_config, run_demo
+from turnwise.demo import DEMOS, demo_config, film_learning, run_demo
+from turnwise.environments.navigation import NavigationSpec
+from turnwise.environments.navigation.params import read_params
+from turnwise.evaluate import Evaluation
 from turnwise.store.run import read_evaluations, read_metrics
+from turnwise.templates import SMALL_ROOMS
 from turnwise.verify import verify_run
 
 
@@ -50,3 +55,14 @@ async def test_a_pretrained_model_learns_a_text_task_through_an_adapter_and_ever
     assert verified.is_verified
     assert verified.max_logprob_gap is not None
     assert verified.max_logprob_gap < 1e-4
+
+
+def test_tasks_that_failed_before_their_first_turn_are_left_out_of_the_film(tmp_path: Path) -> None:
+    """A broken environment must not cost the result of a whole run at its very end."""
+    failed = make_groups([make_episode("e0", [])])
+    evaluation = Evaluation(
+        num_episodes=1, num_failed=1, reward=None, metrics={}, intervals={}, groups=tuple(failed)
+    )
+    worlds = NavigationSpec(read_params(SMALL_ROOMS)).worlds
+    assert film_learning(worlds, evaluation, evaluation, tmp_path / "film.gif") is None
+    assert not (tmp_path / "film.gif").exists()

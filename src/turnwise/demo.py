@@ -74,21 +74,32 @@ async def run_demo(config: Config, folder: Path, watch: trainer.Watch) -> DemoRe
         draw_run(folder, folder / "curves.png", f"{config.environment.name}, {config.credit.estimator}")
     ]
     if isinstance(stages.environment, NavigationSpec):
-        pictures.append(film_learning(stages.environment.worlds, before, after, folder / "before-after.gif"))
+        film = film_learning(stages.environment.worlds, before, after, folder / "before-after.gif")
+        pictures += [film] if film is not None else []
     return DemoResult(
         before=before, after=after, seconds=time.monotonic() - started, run=str(folder),
         pictures=tuple(str(picture) for picture in pictures),
     )  # fmt: skip
 
 
-def film_learning(worlds: WorldCache, before: Evaluation, after: Evaluation, out: Path) -> Path:
-    """The first held-out tasks, one after the other: before training on the left, after it on the right."""
+def film_learning(worlds: WorldCache, before: Evaluation, after: Evaluation, out: Path) -> Path | None:
+    """The first held-out tasks, one after the other: before training on the left, after it on the right.
+
+    None when no task has both episodes: one that failed before its first turn cannot be shown.
+    """
+    pairs = [
+        (first.episodes[0], last.episodes[0])
+        for first, last in zip(before.groups, after.groups, strict=True)
+        if first.episodes[0].turns and last.episodes[0].turns
+    ]
     pictures = []
-    for first, last in zip(before.groups[:_FILMED_TASKS], after.groups[:_FILMED_TASKS], strict=True):
+    for first, last in pairs[:_FILMED_TASKS]:
         question = first.task.data["question"]
         pictures += side_by_side(
-            film_episode(worlds, first.episodes[0], f"Before: {question}"),
-            film_episode(worlds, last.episodes[0], f"After: {question}"),
+            film_episode(worlds, first, f"Before: {question}"),
+            film_episode(worlds, last, f"After: {question}"),
         )
+    if not pictures:
+        return None
     save_gif(out, pictures)
     return out

@@ -27,7 +27,7 @@ def make_tiny(
         bool,
         typer.Option(
             "--imitate",
-            help="With --vision: also teach it to copy the expert, about fifteen minutes on two cores.",
+            help="With --vision: also teach it to copy the expert, under twenty minutes on two cores.",
         ),
     ] = False,
     lessons: Annotated[
