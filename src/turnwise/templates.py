@@ -80,7 +80,11 @@ def get_navigation_config() -> Config:
     return Config.from_dict(
         {
             "model": {"path": "tiny-vision"},
-            "environment": {"name": "navigation", "params": {**SMALL_ROOMS, "progress_reward": 0.5}},
+            "environment": {
+                "name": "navigation",
+                # A stride that meets furniture goes on along it, as in Habitat.
+                "params": {**SMALL_ROOMS, "slide": True, "progress_reward": 0.5},
+            },
             "rollout": {
                 "tasks_per_step": 16,
                 "group_size": 8,
