@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from tests.learning_cases import make_episode, make_groups
 
-from turnwise.demo import DEMOS, demo_config, film_learning, run_demo
+from turnwise.cli.demo import print_table
+from turnwise.demo import DemoResult, DEMOS, demo_config, film_learning, run_demo
 from turnwise.environments.navigation import NavigationSpec
 from turnwise.environments.navigation.params import read_params
 from turnwise.evaluate import Evaluation
@@ -66,3 +67,12 @@ def test_tasks_that_failed_before_their_first_turn_are_left_out_of_the_film(tmp_
     worlds = NavigationSpec(read_params(SMALL_ROOMS)).worlds
     assert film_learning(worlds, evaluation, evaluation, tmp_path / "film.gif") is None
     assert not (tmp_path / "film.gif").exists()
+
+
+def test_the_table_shows_a_dash_where_every_episode_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    evaluation = Evaluation(
+        num_episodes=2, num_failed=2, reward=None, metrics={"num_turns": 0.0}, intervals={}
+    )
+    print_table(DemoResult(before=evaluation, after=evaluation, seconds=1.0, run="runs/r", pictures=()))
+    shown = capsys.readouterr()
+    assert (shown.out + shown.err).count("–") == 6

@@ -103,3 +103,16 @@ def test_any_gymnasium_id_can_be_played():
 def test_a_wrong_environment_is_a_clear_config_error(name, params, words):
     with pytest.raises(ConfigError, match=words):
         build_environment(EnvironmentConfig(name=name, params=params))
+
+
+def test_a_pretrained_model_is_told_the_game_once():
+    environment = lake(size=3, ice=1.0, min_distance=2, instructions=True).make()
+    first = environment.reset(Task(task_id="t", seed=3)).text
+    told, described = first.split("\n")
+    assert all(f'{{"move": "{move}"}}' in told for move in ("left", "down", "right", "up"))
+    assert described.startswith("At row ")
+    # Away from the goal, so that the episode goes on.
+    away = {"down": "up", "up": "down", "left": "right", "right": "left"}[
+        described.split("Goal: ")[1].split()[0]
+    ]
+    assert environment.step(Action(value={"move": away})).observation.text.startswith("At row ")

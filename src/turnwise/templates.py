@@ -118,14 +118,21 @@ def get_adapter_config() -> Config:
             "model": {"path": "smollm2", "lora": {"rank": 8, "alpha": 16}},
             "environment": {
                 "name": "frozenlake",
-                "params": {"size": 3, "ice": 1.0, "min_distance": 1, "max_distance": 2},
+                "params": {
+                    "size": 3,
+                    "ice": 1.0,
+                    "min_distance": 1,
+                    "max_distance": 2,
+                    "progress_reward": 0.5,
+                    "instructions": True,
+                },
             },
-            # The grammar lets only moves through, so that learning is about which one.
             "rollout": {
                 "tasks_per_step": 8,
                 "group_size": 6,
                 "max_turns": 3,
-                "max_new_tokens": 16,
+                # Room for a few words; the grammar then asks for a move, so that learning is about which one.
+                "max_new_tokens": 12,
                 "use_grammar": True,
             },
             "credit": {"estimator": "rloo"},

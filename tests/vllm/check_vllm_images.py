@@ -44,7 +44,9 @@ def start_episode(model: LoadedModel) -> tuple[NavigationEnvironment, Conversati
     return env, conversation
 
 
-def make_request(conversation: Conversation, turn: int, images: tuple[Image, ...], **sampling: Any) -> Request:
+def make_request(
+    conversation: Conversation, turn: int, images: tuple[Image, ...], **sampling: Any
+) -> Request:
     return Request(
         stream_id="s", group_id="g", prompt_ids=conversation.prompt_ids, images=images, seed=(0, 0, turn),
         sampling=SamplingParams(max_new_tokens=24, **sampling), action_schema=None, deadline_s=60.0,

@@ -56,7 +56,7 @@ def demo(
     )
     with TrainingProgress(config.training.num_steps) as watch:
         result = asyncio.run(run_demo(config, folder, watch))
-    _print_table(result)
+    print_table(result)
     if as_json:
         print_json(
             {
@@ -69,7 +69,7 @@ def demo(
         )
 
 
-def _print_table(result: DemoResult) -> None:
+def print_table(result: DemoResult) -> None:
     from rich.table import Table
 
     has_spl = "spl" in result.before.metrics
@@ -77,14 +77,14 @@ def _print_table(result: DemoResult) -> None:
     for heading in ("", "success", "95 % interval", *(["SPL"] if has_spl else []), "reward", "turns"):
         table.add_column(heading, justify="right")
     for name, evaluation in (("before", result.before), ("after", result.after)):
-        low, high = evaluation.intervals["success"]
-        reward = "–" if evaluation.reward is None else f"{evaluation.reward:.2f}"
+        # Where every episode failed there is no figure.
+        bounds = evaluation.intervals.get("success")
         table.add_row(
             name,
-            f"{evaluation.success:.2f}",
-            f"{low:.2f} – {high:.2f}",
-            *([f"{evaluation.metrics['spl']:.2f}"] if has_spl else []),
-            reward,
+            _figure(evaluation.success),
+            f"{bounds[0]:.2f} – {bounds[1]:.2f}" if bounds else "–",
+            *([_figure(evaluation.metrics.get("spl"))] if has_spl else []),
+            _figure(evaluation.reward),
             f"{evaluation.metrics['num_turns']:.1f}",
         )
     console.print(table)
@@ -92,3 +92,7 @@ def _print_table(result: DemoResult) -> None:
     console.print(
         f"Look further: turnwise view {result.run}   turnwise verify {result.run}   turnwise credit {result.run}"
     )
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"

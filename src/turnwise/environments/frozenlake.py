@@ -16,6 +16,11 @@ MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
 _OFFSETS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 _NAMES = {"F": "ice", "S": "ice", "H": "hole", "G": "goal"}
 
+INSTRUCTIONS = (
+    "You walk on a frozen lake. Go to the goal and stay away from holes. "
+    'Answer only with your next move: {"move": "left"}, {"move": "down"}, {"move": "right"} or {"move": "up"}.'
+)
+
 ACTION_SCHEMA: dict[str, Json] = {
     "type": "object",
     "properties": {"move": {"enum": list(MOVES)}},
@@ -33,12 +38,14 @@ def build_frozenlake(
     invalid_reward: float = -0.1,
     progress_reward: float = 0.0,
     hole_reward: float = 0.0,
+    instructions: bool = False,
 ) -> GymSpec:
     """Maps of `size` × `size` with a share of `ice`; start and goal are `min_distance` to `max_distance` moves apart.
 
     Reaching the goal pays 1. An action that is no move costs a little: standing still must not be the safe way out.
     `progress_reward` is paid for each move nearer to the goal and taken for each move away from it; `hole_reward` is
-    paid for falling into a hole.
+    paid for falling into a hole. With `instructions`, the first observation explains the game and the form of a move, which
+    a pretrained model must be told.
     """
     if not 2 <= size <= 9:
         raise ConfigError(f"frozenlake size is {size}; use 2 to 9")
@@ -64,6 +71,7 @@ def build_frozenlake(
             make_game,
             describe=describe,
             action_schema=ACTION_SCHEMA,
+            instructions=INSTRUCTIONS if instructions else "",
             read_action=_read_move,
             state_key=_position,
             invalid_reward=invalid_reward,
