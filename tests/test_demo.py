@@ -10,7 +10,7 @@ import pytest
 from tests.learning_cases import make_episode, make_groups
 
 from turnwise.cli.demo import print_table
-from turnwise.demo import DemoResult, DEMOS, demo_config, film_learning, run_demo
+from turnwise.demo import DEMOS, DemoResult, demo_config, film_learning, run_demo
 from turnwise.environments.navigation import NavigationSpec
 from turnwise.environments.navigation.params import read_params
 from turnwise.evaluate import Evaluation
