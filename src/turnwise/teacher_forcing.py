@@ -66,17 +66,22 @@ class TeacherForcing:
             ids_BT[row, : job.length] = torch.from_numpy(job.stream.ids[: job.length].astype(np.int64))
         # Streams begin together and are filled up at the end, so the causal mask alone keeps the filling out.
         inputs: dict[str, Any] = {"input_ids": ids_BT}
-        if batch[0].stream.images:
-            inputs |= self._image_inputs(batch[0], ids_BT)
+        if any(job.stream.images for job in batch):
+            inputs |= self._image_inputs(batch, ids_BT)
         inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
         hidden_BTD = self._base.base_model(**inputs, use_cache=False).last_hidden_state
         return torch.cat([hidden_BTD[row, job.places - 1] for row, job in enumerate(batch)])
 
-    def _image_inputs(self, job: ScoreJob, ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _image_inputs(self, batch: Sequence[ScoreJob], ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
         is_image_BT = ids_BT == self._base.config.image_token_id
         # Images whose placeholders come after the last scored token were not read yet.
-        starts = is_image_BT[0] & ~torch.cat([torch.zeros(1, dtype=torch.bool), is_image_BT[0, :-1]])
-        images = job.stream.images[: int(starts.sum())]
+        is_start_BT = is_image_BT & ~torch.nn.functional.pad(is_image_BT, (1, 0))[:, :-1]
+        num_images_B = is_start_BT.sum(dim=1).tolist()
+        images = [
+            image
+            for job, count in zip(batch, num_images_B, strict=True)
+            for image in job.stream.images[:count]
+        ]
         if not images:
             return {}
         processed = self._image_processor(images=[image.pixels for image in images], return_tensors="pt")
@@ -122,12 +127,9 @@ def _logprobs(scaled_RV: torch.Tensor, ids_R1: torch.Tensor, kept_rows: Sequence
 
 
 def _batches(jobs: Sequence[ScoreJob]) -> Iterator[list[ScoreJob]]:
-    """Streams of similar length together; one with images alone, for its pixels have no batch dimension."""
+    """Streams of similar length together."""
     batch: list[ScoreJob] = []
     for job in sorted(jobs, key=lambda job: job.length, reverse=True):
-        if job.stream.images:
-            yield [job]
-            continue
         if batch and (len(batch) + 1) * batch[0].length > _TOKENS_PER_BATCH:
             yield batch
             batch = []
