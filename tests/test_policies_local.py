@@ -202,6 +202,23 @@ async def test_loaded_weights_are_sampled_from_and_named(policy: LocalPolicy) ->
         await policy.load_weights({"nonsense": torch.zeros(1)}, 4)
 
 
+async def test_weights_that_were_not_finite_leave_nothing_behind(policy: LocalPolicy) -> None:
+    """Caches keep their memory from one version to the next, but not the NaNs of a broken one, which masks would let through."""
+    prompts = [random_ids(seed, 20 + 9 * seed) for seed in range(4)]
+    requests = [make_request(prompt, stream=f"s{i}", temperature=0.0) for i, prompt in enumerate(prompts)]
+    good = {name: tensor.clone() for name, tensor in policy._network.state_dict().items()}
+    expected = [greedy_by_generate(policy._network, policy, prompt, 12) for prompt in prompts]
+    memory = policy._runner.store.keys[0]
+    await policy.load_weights(good, 1)
+    assert policy._runner.store.keys[0] is memory
+    await policy.load_weights({name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()}, 2)
+    with pytest.raises(PolicyError, match="not finite"):
+        await policy.complete(requests[0])
+    await policy.load_weights(good, 3)
+    answers = await asyncio.gather(*(policy.complete(request) for request in requests))
+    assert [answer.completion_ids.tolist() for answer in answers] == expected
+
+
 async def test_a_stream_that_ends_reports_why(policy: LocalPolicy) -> None:
     answer = await policy.complete(make_request(random_ids(4, 20), max_new_tokens=5))
     assert answer.finish_reason in (FinishReason.LENGTH, FinishReason.END)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from turnwise.errors import PolicyError
 from turnwise.policies.attention import NO_MASK, DecodePlan, Plan, PrefillPlan, make_store, serve_slots
 from turnwise.policies.prefixes import MIN_SHARED_TOKENS, common_prefix
 from turnwise.policies.residents import Residents
@@ -65,10 +66,15 @@ class Runner:
         self.statistics = Statistics()
         self._plan: DecodePlan | None = None
         self._planned: list[Sequence] = []
+        # After logits that were not finite, what is cached may not be either, and attention lets that through its masks.
+        self._is_spoiled = False
 
     def forget(self) -> None:
         """Drop every cached key and value: the weights changed."""
-        self.store = make_store(self.network, self._budget_bytes)
+        if self._is_spoiled:
+            self.store, self._is_spoiled = make_store(self.network, self._budget_bytes), False
+        else:
+            self.store.clear()
         self._plan = None
 
     @torch.inference_mode()
@@ -193,12 +199,16 @@ class Runner:
         for sampling, rows in by_sampling.items():
             chosen = [sequences[row] for row in rows]
             is_whole = len(by_sampling) == 1
-            draw = draw_tokens(
-                logits_RV if is_whole else logits_RV[rows],
-                sampling,
-                np.array([sequence.next_uniform for sequence in chosen]),
-                allowed_RV=allowed_RV if is_whole or allowed_RV is None else allowed_RV[rows],
-            )
+            try:
+                draw = draw_tokens(
+                    logits_RV if is_whole else logits_RV[rows],
+                    sampling,
+                    np.array([sequence.next_uniform for sequence in chosen]),
+                    allowed_RV=allowed_RV if is_whole or allowed_RV is None else allowed_RV[rows],
+                )
+            except PolicyError:
+                self._is_spoiled = True
+                raise
             for sequence, token_id, logprob, kept in zip(
                 chosen, draw.token_ids.tolist(), draw.logprobs.tolist(), draw.kept, strict=True
             ):

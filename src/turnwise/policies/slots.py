@@ -17,7 +17,8 @@ from turnwise.policies.prefixes import Tokens
 from turnwise.types import Image, IntArray
 
 MIN_SLOT_TOKENS = 64
-_HEADROOM = 4
+# Larger slots than needed save moves, but spread what is written over more memory, and memory touched for the first time is slow.
+_HEADROOM = 2
 
 
 class TokenMemory:
@@ -110,10 +111,15 @@ class SlotStore:
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.bytes_per_token = 2 * num_layers * num_heads * head_dim * dtype.itemsize
-        self.memory = TokenMemory(budget_bytes // self.bytes_per_token)
+        self._num_tokens = budget_bytes // self.bytes_per_token
+        self.memory = TokenMemory(self._num_tokens)
         num_elements = self.memory.num_tokens * num_heads * head_dim
         self.keys = [_lazy_zeros(num_elements, dtype, device) for _ in range(num_layers)]
         self.values = [_lazy_zeros(num_elements, dtype, device) for _ in range(num_layers)]
+
+    def clear(self) -> None:
+        """Every slot is void. What was written stays where it is: memory touched for the first time is slow."""
+        self.memory = TokenMemory(self._num_tokens)
 
     def take(self, num_tokens: int) -> Slot | None:
         """A slot for at least so many tokens, or None while memory is full.
