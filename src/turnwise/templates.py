@@ -131,8 +131,8 @@ def get_adapter_config() -> Config:
                 "tasks_per_step": 8,
                 "group_size": 6,
                 "max_turns": 3,
-                # Room for a few words; the grammar then asks for a move, so that learning is about which one.
-                "max_new_tokens": 12,
+                # It says a few words before its move; the grammar lets only moves through, so that learning is about which one.
+                "max_new_tokens": 20,
                 "use_grammar": True,
             },
             "credit": {"estimator": "rloo"},
