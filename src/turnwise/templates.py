@@ -137,8 +137,8 @@ def get_adapter_config() -> Config:
             },
             "credit": {"estimator": "rloo"},
             "loss": {"name": "ppo", "aggregate": "episode"},
-            "training": {"num_steps": 20, "learning_rate": 5e-4, "num_minibatches": 2},
-            "evaluation": {"num_tasks": 60},
+            "training": {"num_steps": 10, "learning_rate": 5e-4, "num_minibatches": 2},
+            "evaluation": {"num_tasks": 40},
         }
     )
 

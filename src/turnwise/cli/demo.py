@@ -50,7 +50,7 @@ def demo(
     config = demo_config(task, num_steps=steps, num_tasks=num_tasks, seed=seed, estimator=estimator)
     folder = out or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     console.print(
-        f"The model {config.model.path} learns {task} by reinforcement ({config.credit.estimator}, seed {seed}): first "
+        f"The model {config.model.path} learns {config.environment.name} by reinforcement ({config.credit.estimator}, seed {seed}): first "
         f"{config.evaluation.num_tasks} held-out tasks, then {config.training.num_steps} updates, then the same tasks again. "
         f"The run goes to {folder}"
     )
