@@ -428,7 +428,9 @@ for name, attack in dict(
 assert not passed, passed
 def f(messages): return 0.5
 """
+    # Code that fails when it is imported makes `start` raise.
     start(tier, source).kill()
+    assert not (tmp_path / "x").exists()
 
 
 # What must work

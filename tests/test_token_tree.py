@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.token_tree import TreeBuilder, build_tree
-from turnwise.tree_attention import dense_mask, flex_tree_attention, plan_rectangles, tree_attention
+from turnwise.errors import ModelError
+from turnwise.token_tree import Segment, TreeBuilder, build_tree
+from turnwise.tree_attention import (
+    dense_mask,
+    flex_tree_attention,
+    plan_rectangles,
+    tree_attention,
+    tree_attention_forward,
+)
 
 
 def sequences(*rows: list[int]) -> list[np.ndarray]:
@@ -125,3 +134,17 @@ def test_flex_attention_gives_the_same() -> None:
     key, value = torch.randn(2, 1, 2, len(tree), 16)
     got = flex_tree_attention(query, key, value, layout, 0.25, is_compiled=False)
     torch.testing.assert_close(got, tree_attention(query, key, value, layout, 0.25), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dropout": 0.1}, "attention dropout is 0.1; tree attention has none"),
+        ({"sliding_window": 4}, "a pack of 6 tokens meets a sliding window of 4"),
+    ],
+)
+def test_attention_that_a_tree_cannot_compute_is_refused(settings: dict[str, Any], message: str) -> None:
+    layout = plan_rectangles([Segment(start=0, end=6, subtree_end=6)])
+    query = torch.zeros(1, 1, 6, 8)
+    with pytest.raises(ModelError, match=message):
+        tree_attention_forward(torch.nn.Identity(), query, query, query, None, token_tree=layout, **settings)

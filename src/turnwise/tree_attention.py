@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from turnwise.errors import ModelError
 from turnwise.token_tree import Segment
 
 TREE_ATTENTION = "turnwise_tree"
@@ -240,7 +241,7 @@ def dense_mask(layout: TreeLayout, device: torch.device) -> torch.Tensor:
     return (places_T[None] <= places_T[:, None]) & (places_T[:, None] < ends_T[None])
 
 
-def _tree_attention_forward(
+def tree_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -252,6 +253,7 @@ def _tree_attention_forward(
     token_tree: TreeLayout | None = None,
     **kwargs: Any,  # whatever else transformers hands to attention functions
 ) -> tuple[torch.Tensor, None]:
+    """What transformers calls for each layer: attention in a tree when one is given, the usual one when not."""
     if token_tree is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -260,11 +262,11 @@ def _tree_attention_forward(
         )
         return plain
     if dropout:
-        raise NotImplementedError(
+        raise ModelError(
             f"attention dropout is {dropout}; tree attention has none, set attention_dropout to 0"
         )
     if sliding_window is not None and token_tree.longest > sliding_window:
-        raise NotImplementedError(
+        raise ModelError(
             f"a pack of {token_tree.longest} tokens meets a sliding window of {sliding_window}; "
             "lower training.tokens_per_pack to the window"
         )
@@ -280,6 +282,6 @@ def register_tree_attention() -> str:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    AttentionInterface.register(TREE_ATTENTION, _tree_attention_forward)
+    AttentionInterface.register(TREE_ATTENTION, tree_attention_forward)
     AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
     return TREE_ATTENTION

@@ -64,6 +64,7 @@ class Residents:
     def forget(self, store: SlotStore) -> None:
         """Every slot is void; start over with an empty store."""
         self._store = store
+        self._left_behind.clear()
         for stream in self._streams.values():
             stream.slot = None
 
